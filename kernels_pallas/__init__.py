@@ -1,0 +1,29 @@
+"""Kernels of a speculative-decoding runtime for Gated DeltaNet, each beside a plain jnp reference.
+
+Letters of the dimensions, here and in every annotation:
+
+    B rows   N nodes of a draft tree   T prompt tokens   L layers
+    H key heads   HV value heads, a multiple of H; value head j uses key head j // (HV / H)   dk, dv head sizes
+    C conv channels   W conv taps
+
+The state of a value head is S [dk, dv], key first. Log decays, betas, states and factors are fp32; all fp32 products
+run at full precision. This package imports nothing of the runtime above it.
+"""
+
+from kernels_pallas.ancestors import ancestor_mask
+from kernels_pallas.factors import Factors
+from kernels_pallas.gdn_prefill.api import gdn_prefill
+from kernels_pallas.gdn_recover.api import gdn_recover
+from kernels_pallas.gdn_verify.api import gdn_verify
+from kernels_pallas.tree_conv.api import prefill_conv, recover_window, tree_conv
+
+__all__ = [
+    "Factors",
+    "ancestor_mask",
+    "gdn_prefill",
+    "gdn_recover",
+    "gdn_verify",
+    "prefill_conv",
+    "recover_window",
+    "tree_conv",
+]

@@ -1,0 +1,56 @@
+"""Verification: the outputs of every node of a draft tree, and the factors that recovery will fold.
+
+One op for a tree, a chain (parents -1, 0, 1, ...) and a single token (N = 1, a plain decode step).
+
+Bytes moved: the state is read once and never written, dk dv fp32 a value head, whatever N is; beside it only the
+inputs, the outputs and dk + dv + 2 numbers a node.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.factors import Factors
+from kernels_pallas.gdn_verify import reference
+from kernels_pallas.implementations import Implementation, choose
+from kernels_pallas.shapes import check_gdn_inputs, check_shape, check_tree
+
+_IMPLEMENTATIONS = {"reference": reference.gdn_verify}
+
+
+def gdn_verify(
+    q: Float[Array, "B N H dk"],
+    k: Float[Array, "B N H dk"],
+    v: Float[Array, "B N HV dv"],
+    log_decay: Float[Array, "B N HV"],
+    beta: Float[Array, "B N HV"],
+    state: Float[Array, "B HV dk dv"],
+    parents: Int[Array, "B N"],
+    num_nodes: Int[Array, " B"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B N HV dv"], Factors]:
+    """Outputs [B, N, HV, dv] in the dtype of ``v``, and the factors of the nodes.
+
+    With G the path sums of ``log_decay`` and sums over ancestors i of t (t itself included in o, not in u):
+
+        u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_i exp(G_t - G_i) (k_t . k_i) u_i)
+        o_t = scale (exp(G_t) S^T q_t + sum_i exp(G_t - G_i) (q_t . k_i) u_i)
+
+    which is the gated delta rule (Yang et al. 2025, "Gated Delta Networks", eq. 10) unrolled along each path.
+
+    Args:
+        q, k: L2-normalised, fp32 or narrower.
+        v: values, fp32 or narrower.
+        log_decay, beta, state: fp32.
+        parents: int32, ``parents[t] < t``; -1 stands for the committed prefix.
+        num_nodes: int32; places from there on are padding, with zero outputs and zero factors. None: all are real.
+        scale: of the outputs; dk^-1/2 if None.
+        implementation: "reference", or None for the best one that can run here.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, N is not 1 to 64, or the implementation cannot run.
+    """
+    check_gdn_inputs("N", q, k, v, log_decay, beta, state)
+    check_tree(parents, num_nodes)
+    check_shape("parents", parents, "B N", q.shape[:2])
+    run = choose("gdn_verify", implementation, _IMPLEMENTATIONS)
+    return run(q, k, v, log_decay, beta, state, parents, num_nodes, q.shape[-1] ** -0.5 if scale is None else scale)

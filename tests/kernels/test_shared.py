@@ -1,0 +1,128 @@
+"""What the ops share: ancestor masks, the blocked inverse, the choice of an implementation, and lowering for a GPU."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from kernels_pallas import (
+    ancestor_mask,
+    gdn_prefill,
+    gdn_recover,
+    gdn_verify,
+    prefill_conv,
+    recover_window,
+    tree_conv,
+)
+from kernels_pallas.unit_lower_inverse import unit_lower_inverse
+from tests.kernels.oracle import random_tree
+
+
+def spec(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def all_ops(nodes: int):
+    """Each op with abstract arguments: 2 rows, 2 key heads, 4 value heads."""
+    tokens = [spec(2, nodes, 2, 16), spec(2, nodes, 2, 16), spec(2, nodes, 4, 32), spec(2, nodes, 4), spec(2, nodes, 4)]
+    parents, rows = spec(2, nodes, dtype="int32"), spec(2, dtype="int32")
+    state = spec(2, 4, 16, 32)
+    _, factors = jax.eval_shape(gdn_verify, *tokens, state, parents, rows)
+    layers, all_factors = jax.tree.map(lambda x: spec(3, *x.shape, dtype=str(x.dtype)), (state, factors))
+    x, window, weight = spec(2, nodes, 8), spec(2, 3, 8), spec(4, 8)
+    return {
+        "gdn_verify": (gdn_verify, (*tokens, state, parents, rows)),
+        "gdn_recover": (gdn_recover, (layers, all_factors, parents, rows)),
+        "gdn_prefill": (gdn_prefill, (*tokens, state, rows)),
+        "tree_conv": (tree_conv, (x, window, weight, parents, rows)),
+        "recover_window": (recover_window, (window, x, parents, rows)),
+        "prefill_conv": (prefill_conv, (x, window, weight, rows)),
+    }
+
+
+OPS = tuple(all_ops(2))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7, 33, 64])
+def test_ancestor_mask(nodes):
+    rng = np.random.default_rng(nodes)
+    parents = np.stack([random_tree(rng, nodes, bushiness) for bushiness in (0, 0.1, 0.5, 1)])
+    num_nodes = np.array([nodes, nodes, nodes // 2, 0], np.int32)
+    wanted = np.zeros((2, 4, nodes, nodes), bool)
+    for whole in (0, 1):
+        for b in range(4):
+            for t in range(nodes if whole else num_nodes[b]):
+                i = t
+                while i >= 0:
+                    wanted[whole, b, t, i] = True
+                    i = parents[b, i]
+    mask = jax.jit(ancestor_mask)
+    np.testing.assert_array_equal(mask(parents, num_nodes), wanted[0])
+    np.testing.assert_array_equal(mask(parents), wanted[1])
+
+
+def test_ancestor_mask_of_a_broken_order():
+    """A node that is its own parent, or comes before it, has none: there is no cycle to follow."""
+    parents = np.array([[0, 2, 1, 1]], np.int32)
+    wanted = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 1]], bool)
+    np.testing.assert_array_equal(ancestor_mask(parents)[0], wanted)
+
+
+@pytest.mark.parametrize(("shape", "message"), [((2, 65), "1 to 64 nodes"), ((2, 0), "1 to 64 nodes"), ((3,), "B, N")])
+def test_ancestor_mask_refuses(shape, message):
+    with pytest.raises(ValueError, match=message):
+        ancestor_mask(np.full(shape, -1, np.int32))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8, 9, 31, 64, 100])
+def test_unit_lower_inverse(nodes):
+    """Rows of the delta rule's matrix for nearly equal keys: entries up to 2, for which powers of A reach 1e17."""
+    rng = np.random.default_rng(nodes)
+    lower = np.tril(rng.uniform(1.8, 2, (3, nodes, nodes)), -1).astype(np.float32)
+    inverse = np.asarray(jax.jit(unit_lower_inverse)(lower), np.float64)
+    wanted = np.linalg.inv(np.eye(nodes) + lower.astype(np.float64))
+    np.testing.assert_allclose(inverse, wanted, atol=2e-5 * np.abs(wanted).max())
+    assert not np.triu(inverse, 1).any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_implementation_names(op):
+    function, args = all_ops(2)[op]
+
+    def shape(implementation):
+        return jax.eval_shape(lambda *args: function(*args, implementation=implementation), *args)
+
+    assert shape(None) == shape("reference")
+    with pytest.raises(ValueError, match=rf"'mosaic_gpu' is not written for {op} yet: {op} has 'reference'"):
+        shape("mosaic_gpu")
+    with pytest.raises(ValueError, match=r"'cuda' is unknown: .* has 'reference', or None"):
+        shape("cuda")
+
+
+def lowered_for_h100(function, args) -> str:
+    device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="cuda")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def custom_calls(text: str) -> set[str]:
+    """What would cut an XLA command buffer, or leave the device."""
+    return {name or other for name, other in re.findall(r"custom_call @(\w+)|(triangular_solve|infeed|outfeed)", text)}
+
+
+@pytest.mark.parametrize("nodes", [1, 17])
+@pytest.mark.parametrize("op", OPS)
+def test_lowers_for_cuda_without_custom_calls(op, nodes):
+    text = lowered_for_h100(*all_ops(nodes)[op])
+    assert "stablehlo" in text
+    assert not custom_calls(text)
+    assert op == "gdn_prefill" or "stablehlo.while" not in text  # no loop over nodes
+
+
+def test_custom_calls_are_noticed():
+    def solve(a, b):
+        return jax.scipy.linalg.solve_triangular(a, b, lower=True, unit_diagonal=True)
+
+    assert custom_calls(lowered_for_h100(solve, (spec(8, 8), spec(8, 4))))
