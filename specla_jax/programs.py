@@ -1,0 +1,46 @@
+"""Compiled programs, kept by what they were compiled for, so that compilations can be counted and timed."""
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+
+@dataclass
+class Programs:
+    """Ahead-of-time compiled functions of one model, and what was worked out about them.
+
+    Attributes:
+      count: programs compiled so far.
+      seconds: time spent compiling them.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    _known: dict[Hashable, Any] = field(default_factory=dict)
+
+    def get(self, owner: Hashable, method: str, params: Any, carry: Any) -> Callable[..., Any]:
+        """``owner.method(params, carry)`` compiled for arguments of this structure, shape and dtype; donates ``carry``.
+
+        ``owner`` must be equal for equal computations, as a frozen dataclass is. (A bound method would not do as a
+        key: two of them are equal only if they belong to the very same object.)
+        """
+
+        def compile() -> Any:
+            start = time.perf_counter()
+            program = jax.jit(getattr(owner, method), donate_argnums=1).lower(params, carry).compile()
+            self.seconds += time.perf_counter() - start
+            self.count += 1
+            return program
+
+        return self.remember((owner, method), params, carry, compile)
+
+    def remember(self, key: Hashable, params: Any, carry: Any, compute: Callable[[], Any]) -> Any:
+        """``compute()``, done once for a key and the shapes of the arguments."""
+        leaves, structure = jax.tree.flatten((params, carry))
+        full_key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if full_key not in self._known:
+            self._known[full_key] = compute()
+        return self._known[full_key]
