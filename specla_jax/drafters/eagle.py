@@ -1,0 +1,251 @@
+"""The EAGLE-3 style drafter: a bounded ring of keys and values, and trees grown level by level."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specla_jax.config import DraftConfig, Dtype
+from specla_jax.drafters.base import Accepted, Context
+from specla_jax.drafters.eagle_layer import (
+    EagleConfig,
+    Params,
+    draft_logits,
+    eagle_layer,
+    fuse_features,
+    pair_input,
+    pair_keys_values,
+)
+from specla_jax.errors import UserError
+from specla_jax.tree import DraftTree, root_only, select_nodes
+
+# Up to this depth the levels are unrolled; deeper drafts use a loop, to keep compilation short.
+_UNROLLED_LEVELS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EagleCarry:
+    """Keys and values of the last ``window`` pairs and the hidden state of the last one.
+
+    The pair at position p lies in slot ``p % window``, so the context's length says what each slot holds.
+
+    Attributes:
+      key: [B, window, K, dh], rotated.
+      value: [B, window, K, dh].
+      hidden: [B, D]. Hidden state of the root's pair, before the final norm.
+    """
+
+    key: Float[Array, "B window K dh"]
+    value: Float[Array, "B window K dh"]
+    hidden: Float[Array, "B D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Frontier:
+    """The ``branch`` nodes that the next level grows from, and what earlier levels left.
+
+    Draft slots number the nodes that went through the layer: ``(level - 1) * branch + place in the frontier``.
+    """
+
+    tokens: Int[Array, "B branch"]
+    feature: Float[Array, "B branch D"]  # hidden state of the parent's pair
+    log_prob: Float[Array, "B branch"]
+    pool_index: Int[Array, "B branch"]
+    ancestors: Bool[Array, "B branch slots"]  # draft slots of proper ancestors
+    key: Float[Array, "B slots K dh"]
+    value: Float[Array, "B slots K dh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDrafter:
+    """Drafts with the network of :mod:`specla_jax.drafters.eagle_layer`.
+
+    Params (see :meth:`bind`): ``{"eagle": ..., "embedding": [V, D], "head": [D, V]}``. ``head`` is absent for a
+    reduced draft vocabulary, and when the target's head is its embedding.
+
+    A tree is grown by cumulative log-probability: the ``branch`` best children of the root, then for each further
+    level the ``branch`` best nodes of the level before, each with its ``branch`` best children; the best ``nodes`` of
+    all of them are proposed (arXiv 2406.16858). Branch 1 makes a chain.
+    """
+
+    draft: DraftConfig
+    config: EagleConfig
+    dtype: Dtype = "float32"
+    needs_features: bool = True
+
+    def __post_init__(self) -> None:
+        if self.draft.branch > self.config.vocab_size:
+            raise UserError(f"branch must be at most the draft vocabulary, {self.config.vocab_size}")
+
+    def bind(self, eagle_params: Params, target_params: dict[str, Any]) -> Params:
+        """The drafter's params with the embedding and, where needed, the head of its target; no copies are made."""
+        params: Params = {"eagle": eagle_params, "embedding": target_params["embeddings"]["embedding"]}
+        if self.config.draft_vocab_size is None and "lm_head" in target_params:
+            params["head"] = target_params["lm_head"]["kernel"]
+        return params
+
+    def init(self, params: Params, context: Context, features: Float[Array, "B T features"] | None) -> EagleCarry:
+        if features is None:
+            raise ValueError("the eagle drafter needs the target's features")
+        eagle, config = params["eagle"], self.config
+        positions = _slot_positions(context.length, config.window)  # [B, window]
+        held = positions >= 0
+        at = jnp.maximum(positions, 0)
+        if features.shape[1] == 0:
+            features = jnp.zeros((features.shape[0], 1, features.shape[2]), features.dtype)
+        states = jnp.take_along_axis(features, jnp.maximum(at - 1, 0)[:, :, None], axis=1)
+        feature = fuse_features(eagle, config, jnp.where((at > 0)[:, :, None], states, 0), self.dtype)
+        pair = pair_input(eagle, config, self._embed(params, jnp.take_along_axis(context.tokens, at, axis=1)), feature)
+        key, value = pair_keys_values(eagle, config, pair, at)
+        key = jnp.where(held[:, :, None, None], key, 0)
+        value = jnp.where(held[:, :, None, None], value, 0)
+
+        last = context.length[:, None] - 1  # [B, 1]
+        slot = (last % config.window)[:, :, None]
+        pair, feature = (jnp.take_along_axis(x, slot, axis=1) for x in (pair, feature))
+        hidden = eagle_layer(eagle, config, pair, feature, last, [(key, value, held[:, None])])
+        return EagleCarry(key=key, value=value, hidden=hidden[:, 0])
+
+    def observe(self, params: Params, carry: EagleCarry, accepted: Accepted) -> EagleCarry:
+        eagle, config = params["eagle"], self.config
+        length, count = accepted.context.length[:, None], accepted.count[:, None]
+        step = jnp.arange(accepted.tokens.shape[1])
+        positions = jnp.maximum(length - count + step, 0)  # [B, depth + 1]
+        states = jnp.take_along_axis(accepted.features, jnp.maximum(accepted.path, 0)[:, :, None], axis=1)
+        feature = fuse_features(eagle, config, states, self.dtype)
+        tokens = jnp.where(step < count, accepted.tokens, 0)
+        pair = pair_input(eagle, config, self._embed(params, tokens), feature)
+        key, value = pair_keys_values(eagle, config, pair, positions)
+
+        # Slots of pairs that are not committed, or would be overwritten at once, are out of range and dropped.
+        written = (step < count) & (step >= count - config.window)
+        slot = jnp.where(written, positions % config.window, config.window)
+        row = jnp.arange(slot.shape[0])[:, None]
+        ring_key = carry.key.at[row, slot].set(key, mode="drop")
+        ring_value = carry.value.at[row, slot].set(value, mode="drop")
+
+        last = jnp.maximum(count - 1, 0)[:, :, None]
+        pair, feature = (jnp.take_along_axis(x, last, axis=1) for x in (pair, feature))
+        held = _slot_positions(accepted.context.length, config.window) >= 0
+        segments = [(ring_key, ring_value, held[:, None])]
+        hidden = eagle_layer(eagle, config, pair, feature, length - 1, segments)[:, 0]
+        return EagleCarry(key=ring_key, value=ring_value, hidden=jnp.where(count > 0, hidden, carry.hidden))
+
+    def propose(self, params: Params, carry: EagleCarry, context: Context) -> tuple[DraftTree, EagleCarry]:
+        depth, branch = self.draft.depth, self.draft.branch
+        if depth == 0 or self.draft.nodes == 1:
+            return root_only(context.root, self.draft.nodes), carry
+        rows = context.length.shape[0]
+        tokens, log_prob = self._best_children(params, carry.hidden[:, None])  # [B, 1, branch]
+        tokens, log_prob = tokens[:, 0], log_prob[:, 0]
+        levels = [(context.root[:, None], jnp.zeros((rows, 1)), jnp.full((rows, 1), -1))]
+        levels.append((tokens, log_prob, jnp.zeros_like(tokens)))
+        if depth > 1:
+            levels.append(self._lower_levels(params, carry, context.length, tokens, log_prob))
+        pool = DraftTree(
+            tokens=jnp.concatenate([level[0] for level in levels], axis=1),
+            log_prob=jnp.concatenate([level[1] for level in levels], axis=1),
+            parents=jnp.concatenate([level[2] for level in levels], axis=1),
+            num_nodes=jnp.full(rows, 1 + branch + (depth - 1) * branch**2, jnp.int32),
+        )
+        if self.config.max_positions is not None:
+            beyond = context.length + depth > self.config.max_positions
+            pool = DraftTree(pool.tokens, pool.parents, jnp.where(beyond, 1, pool.num_nodes), pool.log_prob)
+        return select_nodes(pool, self.draft.nodes, self.draft.prune_tau), carry
+
+    def _lower_levels(
+        self, params: Params, carry: EagleCarry, length: Array, tokens: Array, log_prob: Array
+    ) -> tuple[Array, Array, Array]:
+        """Tokens, log-probabilities and pool parents of levels 2 to depth, below the given children of the root."""
+        (rows, branch), depth = tokens.shape, self.draft.depth
+        slots = (depth - 1) * branch
+        heads = (rows, slots, self.config.num_kv_heads, self.config.head_dim)
+        frontier = _Frontier(
+            tokens=tokens,
+            feature=jnp.broadcast_to(carry.hidden[:, None], (rows, branch, carry.hidden.shape[1])),
+            log_prob=log_prob,
+            pool_index=jnp.broadcast_to(jnp.arange(1, branch + 1), (rows, branch)),
+            ancestors=jnp.zeros((rows, branch, slots), bool),
+            key=jnp.zeros(heads, self.dtype),
+            value=jnp.zeros(heads, self.dtype),
+        )
+
+        def grow(frontier: _Frontier, level: Array) -> tuple[_Frontier, tuple[Array, Array, Array]]:
+            return self._grow(params, carry, length, frontier, level)
+
+        unroll = depth - 1 if depth <= _UNROLLED_LEVELS else 1
+        _, grown = jax.lax.scan(grow, frontier, jnp.arange(1, depth), unroll=unroll)
+        below = [jnp.moveaxis(x, 0, 1).reshape(rows, -1) for x in grown]
+        return below[0], below[1], below[2]
+
+    def _grow(
+        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array
+    ) -> tuple[_Frontier, tuple[Array, Array, Array]]:
+        """Runs the frontier, ``level`` edges below the root, through the layer; returns its children too."""
+        eagle, config, branch = params["eagle"], self.config, self.draft.branch
+        rows = length.shape[0]
+        position = (length - 1 + level)[:, None]  # [B, 1]
+        positions = jnp.broadcast_to(position, (rows, branch))
+        pair = pair_input(eagle, config, self._embed(params, frontier.tokens), frontier.feature)
+        key, value = pair_keys_values(eagle, config, pair, positions)
+        first = (level - 1) * branch
+        draft_key = jax.lax.dynamic_update_slice_in_dim(frontier.key, key, first, axis=1)
+        draft_value = jax.lax.dynamic_update_slice_in_dim(frontier.value, value, first, axis=1)
+
+        own = jnp.arange(frontier.ancestors.shape[2]) == (first + jnp.arange(branch))[:, None]  # [branch, slots]
+        path = frontier.ancestors | own
+        # Draft slots are one level apart, so slot // branch + 1 is a node's level; old positions leave the window.
+        near = jnp.arange(path.shape[2]) // branch + 1 > level - config.window
+        held = _slot_positions(length, config.window)
+        ring = (held >= 0) & (held > position - config.window)
+        segments = [
+            (carry.key, carry.value, jnp.broadcast_to(ring[:, None], (rows, branch, config.window))),
+            (draft_key, draft_value, path & near),
+        ]
+        hidden = eagle_layer(eagle, config, pair, frontier.feature, positions, segments)  # [B, branch, D]
+
+        tokens, step = self._best_children(params, hidden)  # [B, branch, branch]
+        tokens = tokens.reshape(rows, -1)
+        log_prob = (frontier.log_prob[:, :, None] + step).reshape(rows, -1)
+        parents = jnp.repeat(frontier.pool_index, branch, axis=1)  # [B, branch * branch]
+
+        best, chosen = jax.lax.top_k(log_prob, branch)
+        parent = chosen // branch
+        grown = _Frontier(
+            tokens=jnp.take_along_axis(tokens, chosen, axis=1),
+            feature=jnp.take_along_axis(hidden, parent[:, :, None], axis=1),
+            log_prob=best,
+            pool_index=1 + branch + (level - 1) * branch**2 + chosen,
+            ancestors=jnp.take_along_axis(path, parent[:, :, None], axis=1),
+            key=draft_key,
+            value=draft_value,
+        )
+        return grown, (tokens, log_prob, parents)
+
+    def _embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T Dt"]:
+        return params["embedding"][tokens].astype(self.dtype)
+
+    def _best_children(
+        self, params: Params, hidden: Float[Array, "B T D"]
+    ) -> tuple[Int[Array, "B T branch"], Float[Array, "B T branch"]]:
+        """Tokens of the target's vocabulary and their log-probabilities, best first."""
+        eagle = params["eagle"]
+        if self.config.draft_vocab_size is not None:
+            head = eagle["lm_head"]["kernel"]
+        else:
+            head = params["head"] if "head" in params else params["embedding"].T
+        log_prob = jax.nn.log_softmax(draft_logits(eagle, self.config, hidden, head), axis=-1)
+        best, token = jax.lax.top_k(log_prob, self.draft.branch)
+        if self.config.draft_vocab_size is not None:
+            token = eagle["draft_to_target"][token]
+        return token.astype(jnp.int32), best
+
+
+def _slot_positions(length: Int[Array, " B"], window: int) -> Int[Array, "B window"]:
+    """Position of the pair in each ring slot; negative for a slot that holds none."""
+    last = length[:, None] - 1
+    return last - (last - jnp.arange(window)) % window
