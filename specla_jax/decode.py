@@ -35,14 +35,17 @@ def decode(args: argparse.Namespace, note: Callable[[str], None]) -> int:
     model = load_target(folder, dtype=dtype)
     tokenizer = load_tokenizer(folder)
     prompts = _prompt_ids(args, tokenizer, folder)
-    stop_ids = model.config.eos_token_ids if args.stop_ids is None else parse_ids(args.stop_ids, "--stop-ids")
+    if args.stop_ids is None:  # a configuration may name an id that its vocabulary lacks; a user may not
+        stop_ids = [token for token in model.config.eos_token_ids if token < model.config.vocab_size]
+    else:
+        stop_ids = parse_ids(args.stop_ids, "--stop-ids")
     options: dict[str, Any] = {
         "drafter": args.drafter,
         "method": args.method,
         "max_new_tokens": args.max_new_tokens,
         **asdict(sampling),
         "seed": args.seed,
-        "stop_token_ids": [token for token in stop_ids if token < model.config.vocab_size or args.stop_ids],
+        "stop_token_ids": stop_ids,
         "draft": draft,
         "memory_limit": None if args.memory_limit is None else int(args.memory_limit * 2**30),
     }
