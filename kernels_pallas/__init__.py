@@ -15,15 +15,18 @@ from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_prefill.api import gdn_prefill
 from kernels_pallas.gdn_recover.api import gdn_recover
 from kernels_pallas.gdn_verify.api import gdn_verify
-from kernels_pallas.tree_conv.api import prefill_conv, recover_window, tree_conv
+from kernels_pallas.tree_conv.api import MixerInputs, prefill_conv, tree_conv
+from kernels_pallas.tree_conv.reference import gates, l2_norm
 
 __all__ = [
     "Factors",
+    "MixerInputs",
     "ancestor_mask",
+    "gates",
     "gdn_prefill",
     "gdn_recover",
     "gdn_verify",
+    "l2_norm",
     "prefill_conv",
-    "recover_window",
     "tree_conv",
 ]

@@ -4,10 +4,10 @@ A row of ``parents`` is a forest in topological order: ``parents[t] < t``, and -
 parent. Everything here is of static size and takes log2 N or W steps, never one step a node.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kernels_pallas.precise import einsum
 from kernels_pallas.shapes import check_tree
 
 
@@ -20,7 +20,8 @@ def ancestor_mask(parents: Int[Array, "B N"], num_nodes: Int[Array, " B"] | None
     """``mask[b, t, i]``: i is t or an ancestor of t, and both are real nodes.
 
     Path doubling: the relation "at most 2^j steps up" times itself is "at most 2^(j+1) steps up", so ceil(log2 N)
-    boolean products are enough for a chain of N nodes. A place from ``num_nodes`` on is padding: it reaches nobody and
+    boolean products are enough for a chain of N nodes. (Not written as products: on a GPU, XLA tries the many tilings
+    of a product for seconds, however small it is.) A place from ``num_nodes`` on is padding: it reaches nobody and
     nobody reaches it, whatever its parent says. A parent that breaks the order counts as -1.
 
     Raises ``ValueError`` for a wrong shape or dtype, and for N outside 1 to 64.
@@ -34,9 +35,22 @@ def ancestor_mask(parents: Int[Array, "B N"], num_nodes: Int[Array, " B"] | None
         real = node_mask(num_nodes, nodes)
         reach &= real[:, :, None] & real[:, None, :]
     for _ in range((nodes - 1).bit_length()):
-        hops = reach.astype(jnp.float32)
-        reach = einsum("bti,bij->btj", hops, hops) > 0
+        reach = jnp.any(reach[:, :, :, None] & reach[:, None, :, :], axis=2)
     return reach
+
+
+def ancestor_bits(
+    parents: Int[Array, "B N"], num_nodes: Int[Array, " B"] | None = None
+) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
+    """``ancestor_mask`` in two int32 words a node: bit i of the first for nodes 0 to 31, of the second for 32 to 63.
+
+    The same for all layers of a round: XLA finds the repeated calls and computes them once.
+    """
+    reach = ancestor_mask(parents, num_nodes)
+    reach = jnp.pad(reach, [(0, 0), (0, 0), (0, 64 - reach.shape[-1])]).reshape(*reach.shape[:2], 2, 32)
+    words = jnp.sum(jnp.where(reach, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0)), axis=-1)
+    words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
+    return words[..., 0], words[..., 1]
 
 
 def walk_up(parents: Int[Array, "B N"], start: Int[Array, "B M"], window: int, steps: int) -> list[Int[Array, "B M"]]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kernels_pallas.precise import einsum
 
 # Decays are cut at this step: sums of the coarse parts are exact in fp32 while they stay under 2^24 steps = 65,536.
-_STEP = 2.0**-8
+STEP = 2.0**-8
 
 
 def between(log_decay: Float[Array, "*X N"], reach: Bool[Array, "*#X N N"]) -> Float[Array, "*X N N"]:
@@ -34,7 +34,7 @@ def path_sum(
     The coarse parts of the decays (multiples of 2^-8) add up without any error, the fine parts with an error near
     1e-8; so the two results together carry G to that error whatever its size.
     """
-    coarse = jnp.round(log_decay / _STEP) * _STEP
+    coarse = jnp.round(log_decay / STEP) * STEP
     parts = jnp.stack([coarse, log_decay - coarse], axis=-1)  # [*X, N, 2]
     sums = einsum("...ti,...ic->...tc", reach.astype(jnp.float32), parts)
     coarse, fine = sums[..., 0], sums[..., 1]

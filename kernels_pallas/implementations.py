@@ -14,14 +14,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 _KNOWN = ("reference", "mosaic_gpu", "triton")
 
 
-def choose(op: str, implementation: str | None, available: Mapping[str, F]) -> F:
-    """The function of ``available`` that ``implementation`` names; the first one for ``None``.
+def choose(
+    op: str, implementation: str | None, available: Mapping[str, F], cannot: Mapping[str, str | None] | None = None
+) -> F:
+    """The function of ``available`` that ``implementation`` names; for ``None`` the first one that can run.
 
-    Raises ``ValueError`` for a name that is unknown, or known but not written for this op.
+    ``available`` is ordered, the best first; ``cannot`` says of some of them why they cannot run on these inputs here
+    (None: they can).
+
+    Raises ``ValueError`` for a name that is unknown, not written for this op, or cannot run.
     """
+    cannot = cannot or {}
     if implementation is None:
-        return next(iter(available.values()))
+        return next(run for name, run in available.items() if cannot.get(name) is None)
     if implementation in available:
-        return available[implementation]
+        reason = cannot.get(implementation)
+        if reason is None:
+            return available[implementation]
+        raise ValueError(f"implementation {implementation!r} of {op} cannot run: {reason}")
     why = f"is not written for {op} yet" if implementation in _KNOWN else "is unknown"
     raise ValueError(f"implementation {implementation!r} {why}: {op} has {', '.join(map(repr, available))}, or None")

@@ -11,7 +11,6 @@ Dimension letters: B rows, T prompt tokens, N nodes, D hidden, H key heads, HV v
 C conv channels (q | k | v), L layers, I MLP width, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import Factors, gdn_prefill, gdn_verify, prefill_conv, tree_conv
+from kernels_pallas import Factors, gates, gdn_prefill, gdn_verify, l2_norm, prefill_conv, tree_conv
 from specla_jax.config import TargetConfig
 from specla_jax.state import RecurrentState, TreeFactors
 
@@ -39,12 +38,6 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Float[Array, "..."]:
     """Root-mean-square norm over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
-
-
-def l2_norm(x: Array) -> Float[Array, "..."]:
-    """Unit vectors along the last axis, in float32; 1e-6 is added to the sum of squares, as fla does."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
 def _init_A_log(key: Array, shape: tuple[int, ...]) -> Array:
@@ -110,61 +103,67 @@ class GatedDeltaNet(nn.Module):
         self, x: Array, lengths: Int[Array, " B"] | None, S: Array, window: Array | None
     ) -> tuple[Array, Array, Array | None]:
         """Mixes ``x`` [B, T, D]; returns the output and the state and window after ``lengths`` tokens."""
-
-        def convolve(qkv: Array) -> Array:
-            nonlocal window
-            if window is None:
-                return jax.nn.silu(qkv.astype(jnp.float32)).astype(qkv.dtype)
-            y, window = prefill_conv(qkv, window, self.conv(), lengths)
-            return y
-
-        def rule(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> Array:
-            nonlocal S
-            o, S = gdn_prefill(q, k, v, log_decay, beta, S, lengths)
-            return o
-
-        out, _ = self._mix(x, convolve, rule)
-        return out, S, window
-
-    def verify(
-        self, x: Array, parents: Int[Array, "B N"], num_nodes: Int[Array, " B"], S: Array, window: Array | None
-    ) -> tuple[Array, Factors, Array]:
-        """Mixes the nodes of a tree; returns the output, the factors and the conv inputs. Writes no state."""
-        factors: list[Factors] = []
-
-        def convolve(qkv: Array) -> Array:
-            if window is None:
-                return jax.nn.silu(qkv.astype(jnp.float32)).astype(qkv.dtype)
-            return tree_conv(qkv, window, self.conv(), parents, num_nodes)
-
-        def rule(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> Array:
-            o, found = gdn_verify(q, k, v, log_decay, beta, S, parents, num_nodes)
-            factors.append(found)
-            return o
-
-        out, qkv = self._mix(x, convolve, rule)
-        return out, factors[0], qkv
-
-    def _mix(self, x: Array, convolve: Callable[[Array], Array], rule: Callable[..., Array]) -> tuple[Array, Array]:
-        """The layer around its two recurrent parts, which differ between a prompt and a tree."""
         c = self.config
         y = self.in_proj(x)
         qkv = y[..., : c.conv_dim].astype(self.dtype)
+        if window is None:
+            qkv = jax.nn.silu(qkv.astype(jnp.float32)).astype(self.dtype)
+        else:
+            qkv, window = prefill_conv(qkv, window, self.conv(), lengths)
+        q, k, v = (
+            part.reshape(*x.shape[:-1], heads, -1)
+            for part, heads in zip(
+                jnp.split(qkv, [c.key_dim, 2 * c.key_dim], axis=-1), (c.num_heads, c.num_heads, c.num_v_heads)
+            )
+        )
+        q, k = (l2_norm(t).astype(self.dtype) for t in (q, k))
         # The gates never leave float32: a rounded beta or decay would differ between programs and drift.
         a, b = jnp.split(y[..., -2 * c.num_v_heads :], 2, axis=-1)
-        log_decay = -jnp.exp(self.A_log) * jax.nn.softplus(a + self.dt_bias)
-        beta = jax.nn.sigmoid(b) * (2.0 if c.allow_neg_eigval else 1.0)
+        log_decay, beta = gates(a, b, self.A_log, self.dt_bias, self._max_beta)
+        o, S = gdn_prefill(q, k, v, log_decay, beta, S, lengths)
+        return self._finish(o, y), S, window
 
-        def heads(t: Array, n: int) -> Array:
-            return t.reshape(*t.shape[:-1], n, -1)
+    def verify(
+        self,
+        x: Array,
+        parents: Int[Array, "B N"],
+        num_nodes: Int[Array, " B"],
+        state: RecurrentState,
+        layer: int,
+    ) -> tuple[Array, Factors, Array]:
+        """Mixes the nodes of a tree; returns the output, the factors and the conv inputs. Writes no state."""
+        c = self.config
+        y = self.in_proj(x)
+        t = tree_conv(
+            y,
+            state.conv,
+            self.conv() if c.use_short_conv else None,
+            self.A_log,
+            self.dt_bias,
+            parents,
+            num_nodes,
+            key_heads=c.num_heads,
+            dk=c.head_dim,
+            dv=c.head_v_dim,
+            dtype=self.dtype,
+            max_beta=self._max_beta,
+            layer=layer,
+        )
+        o, factors = gdn_verify(t.q, t.k, t.v, t.log_decay, t.beta, state.S, parents, num_nodes, layer=layer)
+        return self._finish(o, y), factors, t.inputs
 
-        q, k, v = jnp.split(convolve(qkv), [c.key_dim, 2 * c.key_dim], axis=-1)
-        q, k = (l2_norm(heads(t, c.num_heads)).astype(self.dtype) for t in (q, k))
-        o = self.o_norm(rule(q, k, heads(v, c.num_v_heads), log_decay, beta))
+    @property
+    def _max_beta(self) -> float:
+        return 2.0 if self.config.allow_neg_eigval else 1.0
+
+    def _finish(self, o: Float[Array, "B T HV dv"], y: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
+        """From the outputs of the rule, and the gate in the projection ``y``, to the output of the mixer."""
+        c = self.config
+        o = self.o_norm(o)
         if c.use_gate:
             gate = y[..., c.conv_dim : c.conv_dim + c.value_dim].astype(self.dtype)
-            o = o * jax.nn.silu(heads(gate.astype(jnp.float32), c.num_v_heads))
-        return self.o_proj(o.reshape(*x.shape[:-1], c.value_dim)), qkv
+            o = o * jax.nn.silu(gate.astype(jnp.float32)).reshape(o.shape)
+        return self.o_proj(o.reshape(*o.shape[:-2], c.value_dim))
 
 
 class MLP(nn.Module):
@@ -198,8 +197,8 @@ class Block(nn.Module):
         out, S, window = self.attn.prefill(self.attn_norm(h), lengths, S, window)
         return self._finish(h, out), S, window
 
-    def verify(self, h: Array, parents: Array, num_nodes: Array, S: Array, window: Array | None):
-        out, factors, conv = self.attn.verify(self.attn_norm(h), parents, num_nodes, S, window)
+    def verify(self, h: Array, parents: Array, num_nodes: Array, state: RecurrentState, layer: int):
+        out, factors, conv = self.attn.verify(self.attn_norm(h), parents, num_nodes, state, layer)
         return self._finish(h, out), factors, conv
 
     def _finish(self, h: Array, mixed: Array) -> Array:
@@ -272,8 +271,7 @@ class GatedDeltaNetLM(nn.Module):
         h = self._embed(tokens)
         outputs, factors, conv = [], [], []
         for i, block in enumerate(self.layers):
-            window = None if state.conv is None else state.conv[i]
-            h, factors_i, conv_i = block.verify(h, parents, num_nodes, state.S[i], window)
+            h, factors_i, conv_i = block.verify(h, parents, num_nodes, state, i)
             outputs.append(h)
             factors.append(factors_i)
             conv.append(conv_i)

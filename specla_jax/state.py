@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import Factors, gdn_recover, recover_window
+from kernels_pallas import Factors, gdn_recover
 from specla_jax.config import TargetConfig
 
 
@@ -62,8 +62,6 @@ def recover(
       parents: parent of each node, -1 for the root.
       last: deepest accepted node of each row; -1 leaves that row untouched, bit for bit.
     """
-    S = gdn_recover(state.S, factors.delta, parents, last)
-    if state.conv is None:
-        return RecurrentState(S, None)
-    assert factors.conv is not None
-    return RecurrentState(S, recover_window(state.conv, factors.conv, parents, last))
+    if state.conv is None or factors.conv is None:
+        return RecurrentState(gdn_recover(state.S, factors.delta, parents, last), None)
+    return RecurrentState(*gdn_recover(state.S, factors.delta, parents, last, state.conv, factors.conv))

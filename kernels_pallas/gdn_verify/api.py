@@ -6,14 +6,16 @@ Bytes moved: the state is read once and never written, dk dv fp32 a value head, 
 inputs, the outputs and dk + dv + 2 numbers a node.
 """
 
+import jax
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas import pallas_triton
 from kernels_pallas.factors import Factors
-from kernels_pallas.gdn_verify import reference
+from kernels_pallas.gdn_verify import reference, triton
 from kernels_pallas.implementations import Implementation, choose
-from kernels_pallas.shapes import check_gdn_inputs, check_shape, check_tree
+from kernels_pallas.shapes import check_gdn_inputs, check_rank, check_shape, check_tree
 
-_IMPLEMENTATIONS = {"reference": reference.gdn_verify}
+_IMPLEMENTATIONS = {"triton": triton.gdn_verify, "reference": reference.gdn_verify}
 
 
 def gdn_verify(
@@ -22,10 +24,11 @@ def gdn_verify(
     v: Float[Array, "B N HV dv"],
     log_decay: Float[Array, "B N HV"],
     beta: Float[Array, "B N HV"],
-    state: Float[Array, "B HV dk dv"],
+    state: Float[Array, "*L B HV dk dv"],
     parents: Int[Array, "B N"],
     num_nodes: Int[Array, " B"] | None = None,
     scale: float | None = None,
+    layer: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N HV dv"], Factors]:
     """Outputs [B, N, HV, dv] in the dtype of ``v``, and the factors of the nodes.
@@ -44,13 +47,21 @@ def gdn_verify(
         parents: int32, ``parents[t] < t``; -1 stands for the committed prefix.
         num_nodes: int32; places from there on are padding, with zero outputs and zero factors. None: all are real.
         scale: of the outputs; dk^-1/2 if None.
-        implementation: "reference", or None for the best one that can run here.
+        layer: if given, ``state`` has a leading layer axis and this layer of it is read, without a copy.
+        implementation: "triton", "reference", or None for the best one that can run here.
 
     Raises:
         ValueError: a shape or dtype does not fit, N is not 1 to 64, or the implementation cannot run.
     """
-    check_gdn_inputs("N", q, k, v, log_decay, beta, state)
+    if layer is not None:
+        check_rank("state", state, "L B HV dk dv")
+        if not 0 <= layer < state.shape[0]:
+            raise ValueError(f"layer must be 0 to {state.shape[0] - 1}, got {layer}")
+    one_state = state if layer is None else jax.eval_shape(lambda x: x[0], state)
+    check_gdn_inputs("N", q, k, v, log_decay, beta, one_state)
     check_tree(parents, num_nodes)
     check_shape("parents", parents, "B N", q.shape[:2])
-    run = choose("gdn_verify", implementation, _IMPLEMENTATIONS)
-    return run(q, k, v, log_decay, beta, state, parents, num_nodes, q.shape[-1] ** -0.5 if scale is None else scale)
+    cannot = {"triton": pallas_triton.why_not(q.shape[-1], v.shape[-1])}
+    run = choose("gdn_verify", implementation, _IMPLEMENTATIONS, cannot)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return run(q, k, v, log_decay, beta, state, parents, num_nodes, scale, layer)

@@ -29,8 +29,11 @@ def gdn_verify(
     parents: jax.Array,
     num_nodes: jax.Array | None,
     scale: float,
+    layer: int | None = None,
 ) -> tuple[jax.Array, Factors]:
     """See ``api.gdn_verify``; the arguments are already checked."""
+    if layer is not None:
+        state = state[layer]
     rows, nodes, heads, dk = q.shape
     value_heads, dv = v.shape[2:]
     group = value_heads // heads

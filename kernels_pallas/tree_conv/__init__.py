@@ -1,5 +1,5 @@
-"""The short convolution along a draft tree: see api.py for what it computes, reference.py for the plain version."""
+"""From a layer's projection to what the delta rule reads: see api.py, and reference.py for the plain version."""
 
-from kernels_pallas.tree_conv.api import prefill_conv, recover_window, tree_conv
+from kernels_pallas.tree_conv.api import MixerInputs, prefill_conv, tree_conv
 
-__all__ = ["prefill_conv", "recover_window", "tree_conv"]
+__all__ = ["MixerInputs", "prefill_conv", "tree_conv"]

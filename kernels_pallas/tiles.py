@@ -1,0 +1,67 @@
+"""The cut of an op into programs: what every table of tiles is made of, and the check that a tile fits the card.
+
+Tables are data, one ``tiles.py`` beside each kernel: a card's name, then rules from the narrowest to the widest. They
+were measured with ``scripts/bench_kernels.py --tune``; a card without a table of its own gets the one of the H200.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+TUNED_ON = "NVIDIA H200"
+
+# Shared memory that one program may use, in bytes, by the start of the card's name. Source: CUDA C++ Programming Guide,
+# technical specifications by compute capability (9.0 and 8.0).
+_SHARED_MEMORY = {"NVIDIA A100": 163 * 1024, "NVIDIA": 227 * 1024}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One cut: ``columns`` of dv a program, the warps that share it, and how many loads the compiler pipelines.
+
+    rows: of dk that a program holds at a time; 0 for all of them.
+    """
+
+    columns: int
+    rows: int = 0
+    warps: int = 4
+    stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A tile and the largest shape it is chosen for; -1 stands for any."""
+
+    tile: Tile
+    nodes: int = -1
+    heads: int = -1  # rows times value heads
+
+
+def card() -> str:
+    """The name of the first device, such as "NVIDIA H200"."""
+    return jax.devices()[0].device_kind
+
+
+def pick(table: Mapping[str, Sequence[Rule]], *, nodes: int, heads: int, dv: int, on: str | None = None) -> Tile:
+    """The tile of the first rule that ``nodes`` and ``heads`` do not exceed, cut down to ``dv`` columns."""
+    rules = table.get(card() if on is None else on, table[TUNED_ON])
+    for rule in rules:
+        if nodes <= _bound(rule.nodes) and heads <= _bound(rule.heads):
+            return replace(rule.tile, columns=min(rule.tile.columns, dv))
+    raise ValueError(f"no tile for {nodes} nodes and {heads} heads")
+
+
+def _bound(limit: int) -> float:
+    return math.inf if limit == -1 else limit
+
+
+def check_shared_memory(op: str, tile: Tile, needed: int, on: str | None = None) -> None:
+    """Raise ``ValueError`` if a program needs more shared memory than the card has, before anything is compiled."""
+    name = card() if on is None else on
+    limit = next((size for start, size in _SHARED_MEMORY.items() if name.startswith(start)), 227 * 1024)
+    if needed > limit:
+        raise ValueError(
+            f"tile of {op} must fit {limit} bytes of shared memory on {name}, {tile} needs {needed}: use fewer columns"
+        )

@@ -1,0 +1,13 @@
+"""Lowering for a Hopper GPU on a machine without one: catches what interpretation forgives."""
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+TRITON_CALL = "__gpu$xla.gpu.triton"
+
+
+def lower_for_cuda(op, *specs) -> str:
+    """The lowered module of ``op`` for arguments like ``specs`` (arrays or ``ShapeDtypeStruct``s)."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(op).trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
