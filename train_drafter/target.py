@@ -2,29 +2,37 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
+from kernels_pallas.gdn_prefill.triton import SAVED
 from specla_jax.config import Dtype, TargetConfig
 from specla_jax.errors import UserError
-from specla_jax.model import GatedDeltaNetLM
+from specla_jax.model import Block, GatedDeltaNetLM, Linear, matmul, rms_norm
+from specla_jax.state import RecurrentState
 from train_drafter.data import TokenData, WindowSampler, held_out_windows
 
 Params = dict[str, Any]
 Carry = dict[str, Any]  # everything a checkpoint holds; see init_carry
 
 _DECAYED = ("in_proj", "o_proj", "gate_up_proj", "down_proj", "embeddings", "lm_head")
+_SAVED = "projection"  # results that the gradient keeps rather than computes again
 _QUICK_WINDOWS = 128  # held-out windows a source, while training
 
 
@@ -90,20 +98,94 @@ def decay_mask(params: Params) -> Params:
     return unflatten_dict({path: any(name in _DECAYED for name in path) for path in flat})
 
 
-def token_losses(model: GatedDeltaNetLM, params: Params, windows: Int[Array, "B T+1"]) -> Float[Array, "B T"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _project(x: Array, kernel: Array, out: Any) -> Array:
+    """``x @ kernel`` for ``x`` in bf16, in the dtype ``out``; the products of its gradient are of bf16 too.
+
+    Left to itself, JAX multiplies the float32 gradient of a float32 result by the other operand widened to float32,
+    which on a GPU costs two to three times as much. The gradient of the kernel stays float32.
+    """
+    return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=out)
+
+
+def _project_forward(x: Array, kernel: Array, out: Any):
+    return _project(x, kernel, out), (x, kernel)
+
+
+def _project_backward(out: Any, residuals: tuple[Array, Array], gradient: Array):
+    x, kernel = residuals
+    gradient = gradient.astype(x.dtype)
+    dx = jnp.dot(gradient, kernel.astype(x.dtype).T)
+    rows = (y.reshape(-1, y.shape[-1]) for y in (x, gradient))
+    return dx, jnp.einsum("td,tf->df", *rows, preferred_element_type=jnp.float32)
+
+
+_project.defvjp(_project_forward, _project_backward)
+
+
+def _narrow_linear(gates: int, call: Callable[..., Array], args: tuple[Array, ...], kwargs: Any, context: Any) -> Array:
+    """In place of a ``Linear`` that computes in bf16: round the result to bf16 under the name that remat saves.
+
+    The model rounds most of these results itself; the ``gates`` at the end of ``in_proj`` neither it nor this does.
+    """
+    linear = context.module
+    if not isinstance(linear, Linear) or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    x = args[0].astype(jnp.bfloat16)
+    kernel: Any = linear.get_variable("params", "kernel")
+    gates = gates if linear.name == "in_proj" else 0
+    main, wide = jnp.split(kernel, [kernel.shape[-1] - gates], axis=-1)
+    y = checkpoint_name(_project(x, main, jnp.bfloat16), _SAVED).astype(jnp.float32)
+    if gates:
+        y = jnp.concatenate([y, checkpoint_name(_project(x, wide, jnp.float32), _SAVED)], axis=-1)
+    return y
+
+
+def logits(model: GatedDeltaNetLM, params: Params, tokens: Int[Array, "B T"], unroll: int = 1) -> Float[Array, "B T V"]:
+    """What ``model`` computes from an empty state, in a form that trains fast: one compiled layer, run in a scan.
+
+    In bf16 a layer keeps the results of its projections and what the gradient of ``gdn_prefill`` reads, and computes
+    the rest again; for the 1.3B shape that is 74 KB a token and layer. ``unroll`` layers make a step of the scan: with
+    all of them nothing is copied into stacks, and compiling takes as many times longer.
+    """
+    config, narrow = model.config, model.dtype == "bfloat16"
+    block = Block(config, model.dtype)
+    state = RecurrentState.zeros(replace(config, num_hidden_layers=1), tokens.shape[0], model.dtype)
+    window = None if state.conv is None else state.conv[0]
+
+    def layer(h: Array, layer_params: Params) -> tuple[Array, None]:
+        out: Any = block.apply({"params": layer_params}, h, None, state.S[0], window, method="prefill")
+        return out[0], None
+
+    if narrow:
+        policy = jax.checkpoint_policies.save_only_these_names(_SAVED, SAVED)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    layers = [params[f"layers_{i}"] for i in range(config.num_hidden_layers)]
+    h: Any = model.apply({"params": params}, tokens, method="_embed")
+    with nn.intercept_methods(partial(_narrow_linear, 2 * config.num_v_heads)) if narrow else nullcontext():
+        h, _ = lax.scan(layer, h, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), unroll=unroll)
+    h = rms_norm(h, params["norm"]["scale"], config.norm_eps)
+    tied = config.tie_word_embeddings
+    kernel = params["embeddings"]["embedding"].T if tied else params["lm_head"]["kernel"]
+    return _project(h.astype(jnp.bfloat16), kernel, jnp.float32) if narrow else matmul(h, kernel, model.dtype)
+
+
+def token_losses(
+    model: GatedDeltaNetLM, params: Params, windows: Int[Array, "B T+1"], unroll: int = 1
+) -> Float[Array, "B T"]:
     """Cross entropy in nats of each next token, in float32, from an empty state."""
-    logits: Any = model.apply({"params": params}, windows[:, :-1])  # [B, T, V]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    predicted = logits(model, params, windows[:, :-1], unroll)
+    return optax.softmax_cross_entropy_with_integer_labels(predicted, windows[:, 1:])
 
 
 def make_train_step(
-    model: GatedDeltaNetLM, config: TrainingConfig
+    model: GatedDeltaNetLM, config: TrainingConfig, unroll: int = 1
 ) -> Callable[[Params, optax.OptState, Int[Array, "B T+1"]], tuple[Params, optax.OptState, dict[str, Array]]]:
-    """One jitted optimiser step; parameters and optimiser state are donated."""
+    """One jitted optimiser step; parameters and optimiser state are donated. ``unroll``: see :func:`logits`."""
     optimizer = config.optimizer()
 
     def step(params: Params, opt_state: optax.OptState, windows: Array):
-        loss, grads = jax.value_and_grad(lambda p: token_losses(model, p, windows).mean())(params)
+        loss, grads = jax.value_and_grad(lambda p: token_losses(model, p, windows, unroll).mean())(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return optax.apply_updates(params, updates), opt_state, metrics

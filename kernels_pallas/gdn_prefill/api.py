@@ -1,15 +1,16 @@
 """Prefill: the gated delta rule over a prompt, in chunks, from any state.
 
-Bytes moved: the inputs and outputs once, the state once a chunk. Differentiable, so training uses it too.
+Differentiable, so training uses it too. Bytes moved: see ``forward.py`` for the kernels; the plain version reads and
+writes the state once a chunk.
 """
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.gdn_prefill import reference
+from kernels_pallas.gdn_prefill import reference, triton
 from kernels_pallas.implementations import Implementation, choose
 from kernels_pallas.shapes import check_gdn_inputs, check_rows
 
-_IMPLEMENTATIONS = {"reference": reference.gdn_prefill}
+_IMPLEMENTATIONS = {"triton": triton.gdn_prefill, "reference": reference.gdn_prefill}
 
 
 def gdn_prefill(
@@ -37,7 +38,8 @@ def gdn_prefill(
         lengths: int32, 0 to T; None means T for every row. A row of length 0 keeps its state.
         scale: of the outputs; dk^-1/2 if None.
         chunk: tokens a step, 8, 16, 32, 64 or 128; a shorter prompt is one chunk of the next such size.
-        implementation: "reference", or None for the best one that can run here.
+        implementation: "triton" (bf16 q, k, v and a chunk of 64 on an NVIDIA GPU), "reference", or None for the best
+            one that can run here. Both are differentiable.
 
     Raises:
         ValueError: a shape or dtype does not fit, or the implementation cannot run.
@@ -46,5 +48,5 @@ def gdn_prefill(
     check_rows("lengths", lengths, q.shape[0])
     if chunk not in (8, 16, 32, 64, 128):
         raise ValueError(f"chunk must be 8, 16, 32, 64 or 128, got {chunk}")
-    run = choose("gdn_prefill", implementation, _IMPLEMENTATIONS)
+    run = choose("gdn_prefill", implementation, _IMPLEMENTATIONS, {"triton": triton.why_not(q, k, v, chunk)})
     return run(q, k, v, log_decay, beta, state, lengths, q.shape[-1] ** -0.5 if scale is None else scale, chunk)
