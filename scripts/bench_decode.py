@@ -7,11 +7,11 @@ the bandwidth they are held against is measured in the same run.
 """
 
 import argparse
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from benching import read_bandwidth
 
 from specla_jax.checkpoint import load_target
 from specla_jax.config import DraftConfig, Dtype, TargetConfig
@@ -44,19 +44,6 @@ def random_1p3b(dtype: Dtype) -> Target:
         attn = params[f"layers_{layer}"]["attn"]
         attn["A_log"], attn["dt_bias"] = jnp.zeros(8), jnp.full(8, -4.0)
     return Target(config=config, params=params, dtype=dtype, path=Path("random"))
-
-
-def read_bandwidth() -> float:
-    """Bytes a second of a sum over a large array."""
-    size = 2**28 if jax.default_backend() == "cpu" else 2**32
-    data = jnp.ones(size // 2, jnp.bfloat16)
-    total = jax.jit(lambda x: jnp.sum(x.astype(jnp.float32)))
-    total(data).block_until_ready()
-    start = time.perf_counter()
-    for _ in range(10):
-        result = total(data)
-    result.block_until_ready()
-    return 10 * size / (time.perf_counter() - start)
 
 
 def round_ms(model: Target, batch: int, nodes: int) -> float:
