@@ -36,6 +36,7 @@ def paths(parents: jax.Array, leaves_only: bool = True) -> tuple[jax.Array, jax.
     return jnp.where(path < nodes, path, 0), count
 
 
+@functools.partial(jax.jit, static_argnames=("columns", "warps", "interpret"))  # traced once for all layers
 def replay_verify(
     q: jax.Array,
     k: jax.Array,
@@ -86,6 +87,7 @@ def replay_verify(
     )(q, k, v, log_decay, beta, state, path, count)
 
 
+@functools.partial(jax.jit, static_argnames=("columns", "warps", "interpret"))  # traced once for all layers
 def replay_recover(
     k: jax.Array,
     v: jax.Array,

@@ -25,6 +25,7 @@ from kernels_pallas import pallas_triton
 MOST_ELEMENTS = 2**31
 
 
+@functools.partial(jax.jit, static_argnames=("keep", "columns", "warps", "interpret"))  # traced once for all layers
 def walk_verify(
     q: jax.Array,
     k: jax.Array,

@@ -11,11 +11,17 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import pallas_triton
 from kernels_pallas.factors import Factors
-from kernels_pallas.gdn_verify import reference, triton
+from kernels_pallas.gdn_verify import mosaic_gpu, reference, triton
 from kernels_pallas.implementations import Implementation, choose
 from kernels_pallas.shapes import check_gdn_inputs, check_rank, check_shape, check_tree
 
-_IMPLEMENTATIONS = {"triton": triton.gdn_verify, "reference": reference.gdn_verify}
+_FOR_TREES = {
+    "mosaic_gpu": mosaic_gpu.gdn_verify,
+    "triton": triton.gdn_verify,
+    "reference": reference.gdn_verify,
+}
+# One node is a step of plain decoding: two sums, for which Triton's short kernel is the faster one.
+_FOR_ONE_NODE = {name: _FOR_TREES[name] for name in ("triton", "mosaic_gpu", "reference")}
 
 
 def gdn_verify(
@@ -48,7 +54,8 @@ def gdn_verify(
         num_nodes: int32; places from there on are padding, with zero outputs and zero factors. None: all are real.
         scale: of the outputs; dk^-1/2 if None.
         layer: if given, ``state`` has a leading layer axis and this layer of it is read, without a copy.
-        implementation: "triton", "reference", or None for the best one that can run here.
+        implementation: "mosaic_gpu" (bf16 on Hopper), "triton", "reference", or None for the best one that can run
+            here.
 
     Raises:
         ValueError: a shape or dtype does not fit, N is not 1 to 64, or the implementation cannot run.
@@ -61,7 +68,8 @@ def gdn_verify(
     check_gdn_inputs("N", q, k, v, log_decay, beta, one_state)
     check_tree(parents, num_nodes)
     check_shape("parents", parents, "B N", q.shape[:2])
-    cannot = {"triton": pallas_triton.why_not(q.shape[-1], v.shape[-1])}
-    run = choose("gdn_verify", implementation, _IMPLEMENTATIONS, cannot)
+    nodes, dk, dv = q.shape[1], q.shape[-1], v.shape[-1]
+    cannot = {"mosaic_gpu": mosaic_gpu.why_not(dk, dv, v.dtype, nodes), "triton": pallas_triton.why_not(dk, dv)}
+    run = choose("gdn_verify", implementation, _FOR_ONE_NODE if nodes == 1 else _FOR_TREES, cannot)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return run(q, k, v, log_decay, beta, state, parents, num_nodes, scale, layer)

@@ -1,0 +1,424 @@
+"""Verification in one Pallas Mosaic GPU launch, for Hopper.
+
+A warpgroup takes one value head of one row and some columns of dv. Between the loads and the outputs everything stays
+in shared memory and registers.
+
+    u_t = X_t - sum_i M[t, i] u_i        o_t = X'_t + sum_i M'[t, i] u_i
+
+K and Q lie one above the other, so each product with them is one chain of tensor-core instructions:
+
+1. q, k and v come by TMA; the tile of the state and the gates straight into registers, all asked for at the start.
+2. While they come, the path sums of the log decays; then [K; Q] K^T, which the decays turn into M and M'.
+3. The state is cut into three bf16 parts (exact), laid side by side in shared memory: [K; Q] [S1 S2 S3], which gives X
+   and X' once the three are added.
+4. Forward substitution: a thread owns a column of dv, and all read the same entry of M from shared memory. (Warps that
+   have no column of their own repeat another's work: no value has to be handed over.)
+5. M' U on the tensor cores, two bf16 parts each.
+
+Bytes: S once; q, k, the gates and the ancestor bits once a program (from L2 but for the first); v, o and u once.
+
+Numerics: as the Triton kernel, but every product of the state is exact before it is summed. The decay between two nodes
+is a difference of path sums whose coarse parts (multiples of ``decay.STEP``) are exact. o carries an error of 2^-16 of
+the drafted part, under the rounding to bf16.
+
+Limits: see ``unsupported``. N is computed as the next of 16, 32, 64; N that is no multiple of 8 is padded first, with
+copies of the inputs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.ancestors import ancestor_bits
+from kernels_pallas.decay import STEP
+from kernels_pallas.factors import Factors
+from kernels_pallas.tiles import Tile
+
+BLOCK = 64  # rows of one tensor-core instruction
+PARTS = 3  # bf16 parts of a state: 3 x 8 bits
+ROWS = 32  # nodes of one straight line of forward substitution: more would outgrow the instruction cache
+
+
+def unsupported(dk: int, dv: int, dtype, nodes: int) -> str | None:
+    """Why this kernel cannot take such inputs, or None if it can."""
+    if jax.__version_info__ < (0, 11):
+        return f"the Mosaic GPU kernel needs jax 0.11 or newer, this is {jax.__version__}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"q, k and v must be bfloat16, got {jnp.dtype(dtype).name}"
+    if dk not in (64, 128, 256) or dv not in (64, 128, 256):
+        return f"dk and dv must be 64, 128 or 256, got {dk} and {dv}"
+    if not 1 <= nodes <= 64:
+        return f"N must be 1 to 64, got {nodes}"
+    return None
+
+
+def why_not(dk: int, dv: int, dtype, nodes: int) -> str | None:
+    """Why this kernel cannot run here on such inputs, or None if it can."""
+    if jax.default_backend() != "gpu":
+        return f"it needs an NVIDIA GPU, the default backend is {jax.default_backend()!r}"
+    capability = str(jax.devices()[0].compute_capability)
+    if capability != "9.0":
+        return f"it needs a Hopper GPU (compute capability 9.0), this one has {capability}"
+    return unsupported(dk, dv, dtype, nodes)
+
+
+def gdn_verify(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    parents: jax.Array,
+    num_nodes: jax.Array | None,
+    scale: float,
+    layer: int | None = None,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, Factors]:
+    """See ``api.gdn_verify``; the arguments are already checked.
+
+    Of ``tile`` only the columns count: 16 or 32, and 64 for up to 32 nodes. None: the widest that fills the card.
+    """
+    reason = unsupported(q.shape[-1], v.shape[-1], v.dtype, q.shape[1])
+    if reason is not None:
+        raise ValueError(f"gdn_verify cannot run as a Mosaic GPU kernel: {reason}")
+    columns = _columns(q.shape[1], q.shape[0] * v.shape[2], v.shape[3]) if tile is None else tile.columns
+    if columns not in (16, 32, 64) or (columns == 64 and q.shape[1] > 32):
+        raise ValueError(f"tile must have 16 or 32 columns, or 64 for up to 32 nodes, got {columns}")
+    # The layer is data: as a constant it would make, and compile, another kernel for each layer.
+    states, index = (state[None], 0) if layer is None else (state, layer)
+    index = jnp.full(1, index, jnp.int32)
+    return _launch(index, states, q, k, v, log_decay, beta, parents, num_nodes, scale, columns, interpret)
+
+
+def _columns(nodes: int, heads: int, dv: int) -> int:
+    """Columns of a program: few while that gives more multiprocessors something to do."""
+    return 16 if nodes > 32 or heads * dv // 16 <= 132 else 32
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "columns", "interpret"))  # traced once for all layers
+def _launch(
+    layer: jax.Array,
+    states: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    parents: jax.Array,
+    num_nodes: jax.Array | None,
+    scale: float,
+    columns: int,
+    interpret: bool,
+) -> tuple[jax.Array, Factors]:
+    rows, nodes, _, dk = q.shape
+    value_heads, dv = v.shape[2:]
+    padded = -(-nodes // 8) * 8
+    block = max(16, 1 << (nodes - 1).bit_length())
+    stacked = max(2 * block, BLOCK)  # rows of [K; Q]
+
+    def to_padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, padded - nodes), *[(0, 0)] * (x.ndim - 2)]) if padded > nodes else x
+
+    low, high = (jnp.pad(word, [(0, 0), (0, block - nodes)]) for word in ancestor_bits(parents, num_nodes))
+    bits = jnp.tile(jnp.stack([low, high], axis=1), (1, 1, BLOCK // block))  # [B, 2, 64]
+
+    fp32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    head = (rows, padded, value_heads)
+    o, u, total, total_low = plgpu.kernel(
+        functools.partial(_kernel, scale=scale, block=block),
+        out_type=(jax.ShapeDtypeStruct((*head, dv), v.dtype), fp32((*head, dv)), fp32(head), fp32(head)),
+        scratch_types=_scratch(stacked, block, dk, columns, interpret),
+        grid=(dv // columns, value_heads, rows),
+        grid_names=("columns", "head", "row"),
+        compiler_params=_params(),
+        kernel_name="gdn_verify",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,  # pyrefly: ignore[missing-attribute]
+    )(layer, states, *(to_padded(x) for x in (q, k, v, log_decay, beta)), bits)
+    o, u, total, total_low = (x[:, :nodes] for x in (o, u, total, total_low))
+    if num_nodes is not None:
+        k = jnp.where((jnp.arange(nodes) < num_nodes[:, None])[..., None, None], k, 0)
+    return o, Factors(k, u, total, total_low)
+
+
+def _params():
+    """No barriers but those that the kernel asks for, and no layouts but those that it names.
+
+    Inferring the layouts of all these scalars and vectors takes 10 to 40 s, and gives the same code.
+    """
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+def _scratch(stacked: int, block: int, dk: int, columns: int, interpret: bool) -> dict:
+    """Shared memory of a program. Tiled and swizzled: what the tensor cores read."""
+
+    def operand(shape: tuple[int, int], swizzle: int):
+        transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+    return {
+        "kq_smem": operand((stacked, dk), 128),
+        "s_smem": operand((dk, PARTS * columns), 32),
+        "u_smem": operand((block, 2 * columns), 32),
+        "v_smem": plgpu.SMEM((BLOCK, columns), jnp.bfloat16),
+        "o_smem": plgpu.SMEM((BLOCK, columns), jnp.bfloat16),
+        "x_smem": plgpu.SMEM((BLOCK, columns), jnp.float32),
+        "m_smem": plgpu.SMEM((BLOCK, block), jnp.float32),
+        "rest_smem": plgpu.SMEM((ROWS, columns), jnp.float32) if block > ROWS else None,
+        "value_smem": plgpu.SMEM((block, columns), jnp.float32),
+        "gate_smem": plgpu.SMEM((2, block), jnp.float32),
+        "sum_smem": plgpu.SMEM((2, BLOCK), jnp.float32),
+        "loaded": plgpu.Barrier(num_arrivals=3),
+        "wide_copy": plgpu.SMEM((BLOCK, dk), jnp.bfloat16) if interpret else None,
+        "narrow_copy": plgpu.SMEM((BLOCK, block), jnp.bfloat16) if interpret else None,
+    }
+
+
+def _kernel(
+    layer_ref,  # [1] i32
+    s_ref,  # [L, B, HV, dk, dv] f32
+    q_ref,  # [B, N, H, dk] bf16
+    k_ref,  # [B, N, H, dk] bf16
+    v_ref,  # [B, N, HV, dv] bf16
+    g_ref,  # [B, N, HV] f32
+    beta_ref,  # [B, N, HV] f32
+    bits_ref,  # [B, 2, 64] i32, by row of [K; Q]
+    o_ref,  # [B, N, HV, dv] bf16
+    u_ref,  # [B, N, HV, dv] f32
+    total_ref,  # [B, N, HV] f32
+    low_ref,  # [B, N, HV] f32
+    *,
+    kq_smem,
+    s_smem,
+    u_smem,
+    v_smem,
+    o_smem,
+    x_smem,
+    m_smem,
+    rest_smem,
+    value_smem,
+    gate_smem,
+    sum_smem,
+    loaded,
+    wide_copy,
+    narrow_copy,
+    scale: float,
+    block: int,
+):
+    j, h, b = (lax.axis_index(name) for name in ("columns", "head", "row"))
+    nodes, heads = q_ref.shape[1:3]
+    stacked, columns = kq_smem.shape[0], v_smem.shape[1]
+    key_head = h // (v_ref.shape[2] // heads)
+    own = pl.ds(j * columns, columns)
+    wgmma_layout = plgpu.Layout.WGMMA
+    by_row, by_column = wgmma_layout.reduce(1), wgmma_layout.reduce(0)
+
+    # 1. All loads.
+    plgpu.copy_gmem_to_smem(k_ref.at[b, :, key_head], kq_smem.at[pl.ds(0, nodes)], loaded)
+    plgpu.copy_gmem_to_smem(q_ref.at[b, :, key_head], kq_smem.at[pl.ds(block, nodes)], loaded)
+    plgpu.copy_gmem_to_smem(v_ref.at[b, :, h, own], v_smem.at[pl.ds(0, nodes)], loaded)
+    layer = layer_ref[0]
+    g, beta = (_load(ref.at[b, :, h], _spread(nodes)) for ref in (g_ref, beta_ref))
+    words = [_load(bits_ref.at[b, w], by_row) for w in range(1 if block <= 32 else 2)]
+    s = _load(s_ref.at[layer, b, h, :, own], _rows_of(4))
+
+    gate_smem[0, pl.ds(0, nodes)] = g
+    gate_smem[1, pl.ds(0, nodes)] = beta
+    _meet()
+
+    # 2. Path sums of the decays, by row, then by column as well. Row t is of node t modulo ``block``, so where [K; Q]
+    # takes two instructions what is of a node holds for both.
+    def across(vector: jax.Array, n: int = block) -> jax.Array:  # one number a row
+        return lax.broadcast_in_dim(vector, (BLOCK, n), (0,))
+
+    def by_node(smem, i: int) -> jax.Array:  # one number a column
+        vector = _load(smem.at[i, pl.ds(0, block)], by_column)
+        return lax.broadcast_in_dim(vector, (BLOCK, block), (1,))
+
+    def iota(axis: int, n: int = block) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, (BLOCK, n), axis, layout=wgmma_layout)
+
+    def choose(m: int, n: int, query: jax.Array, key: jax.Array) -> jax.Array:
+        """``query`` [64, n] in the rows of queries, ``key`` in those of keys, of the rows from ``m`` of [K; Q]."""
+        if block < BLOCK:
+            return jnp.where(iota(0, n) >= block, query, key)
+        return query if m else key
+
+    def row_sum(x: jax.Array, where: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(where, x, zero), axis=1)
+
+    zero = jnp.zeros((BLOCK, block), jnp.float32)
+    place = iota(1)
+    itself = (iota(0) & (block - 1)) == place
+    word = across(words[0]) if block <= 32 else jnp.where(place < 32, across(words[0]), across(words[1]))
+    reach = ((word >> (place & 31)) & 1) != 0
+    decays = by_node(gate_smem, 0)
+    coarse = _round_to_step(decays)
+    coarse_sum, fine_sum = row_sum(coarse, reach), row_sum(decays - coarse, reach)
+    beta = row_sum(by_node(gate_smem, 1), itself)
+    real = row_sum(zero + 1, itself & reach)
+    sum_smem[0, :] = coarse_sum
+    sum_smem[1, :] = fine_sum
+    _meet()
+    since = (across(coarse_sum) - by_node(sum_smem, 0)) + (across(fine_sum) - by_node(sum_smem, 1))
+    decay = jnp.exp(jnp.where(reach, since, zero))
+
+    @pl.when(j == 0)
+    def _():
+        first, second = (_load(sum_smem.at[part, pl.ds(0, nodes)], _spread(nodes)) for part in range(2))
+        total = first + second
+        total_ref[b, :, h] = total
+        low_ref[b, :, h] = (first - total) + second
+
+    # [K; Q] K^T, then M and M'.
+    plgpu.barrier_wait(loaded)
+    row_blocks = range(0, stacked, BLOCK)
+
+    def both(m: int) -> jax.Array:
+        return _load(kq_smem.at[pl.ds(m, BLOCK)], wgmma_layout, optimized=True)
+
+    weights, surprises = [], []
+    for m in row_blocks:
+        similar = _product([both(m)], kq_smem.at[pl.ds(0, block)].T, wide_copy)
+        gain = choose(m, block, zero + scale, across(beta))
+        weight = jnp.where(reach, gain * decay * similar, zero)
+        weights.append(jnp.where(itself, choose(m, block, weight, zero), weight))  # u of a node does not enter itself
+        if m < block:
+            m_smem[...] = weights[-1]
+
+    # 3. [K; Q] S, then X and X'.
+    for part, x in enumerate(_split(s, PARTS)):
+        s_smem[:, pl.ds(part * columns, columns)] = x
+    plgpu.commit_smem()
+    from_root = jnp.exp(coarse_sum + fine_sum)
+    for m in row_blocks:
+        product = _product([both(m)], s_smem, wide_copy)
+        parts = [product[:, p * columns : (p + 1) * columns] for p in reversed(range(PARTS))]
+        committed = across(from_root, columns) * ((parts[0] + parts[1]) + parts[2])
+        v = _load(v_smem, wgmma_layout).astype(jnp.float32)
+        x = choose(m, columns, scale * committed, across(beta, columns) * (v - committed))
+        surprises.append(jnp.where(across(real, columns) != 0, x, jnp.zeros_like(x)))
+        if m < block:
+            x_smem[...] = surprises[-1]
+    _meet()
+
+    # 4. u. Nothing is stored where a slower warp may still read.
+    u = _substitute([_vector(x_smem, t) for t in range(min(block, ROWS))], m_smem, 0)
+    if block > ROWS:
+
+        def reduce(t, carry):
+            rest = _vector(x_smem, ROWS + t)
+            for i in range(ROWS):
+                rest = rest - m_smem[ROWS + t, i] * u[i]
+            rest_smem[t] = rest
+            return carry
+
+        lax.fori_loop(0, ROWS, reduce, 0)
+        _meet()
+        u += _substitute([_vector(rest_smem, t) for t in range(ROWS)], m_smem, ROWS)
+    for t in range(block):
+        value_smem[t] = u[t]
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(value_smem.at[pl.ds(0, nodes)], u_ref.at[b, :, h, own])
+
+    # 5. o, of the last rows of [K; Q]: those of queries.
+    value = _load(value_smem, _rows_of(min(4, block // 8)))
+    for part, x in enumerate(_split(value, 2)):
+        u_smem[:, pl.ds(part * columns, columns)] = x
+    plgpu.commit_smem()
+    drafted = _product(_split(weights[-1], 2), u_smem, narrow_copy)
+    o = surprises[-1] + (drafted[:, columns:] + drafted[:, :columns])
+    o_smem[...] = o.astype(o_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(block % BLOCK, nodes)], o_ref.at[b, :, h, own])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _load(ref, layout, optimized: bool = False) -> jax.Array:
+    """What ``ref`` holds, spread over the threads; if ``optimized``, an error where banks would conflict."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyrefly: ignore[missing-argument]
+
+
+def _vector(ref, t) -> jax.Array:
+    return _load(ref.at[t], _spread(ref.shape[1]))
+
+
+def _substitute(x: list[jax.Array], m_smem, start: int) -> list[jax.Array]:
+    """The u of the nodes from ``start``; x is what all nodes before leave to do."""
+    u = list(x)
+    for t in range(len(u)):
+        for i in range(t):
+            u[t] = u[t] - m_smem[start + t, start + i] * u[i]
+    return u
+
+
+def _meet() -> None:
+    """A barrier of the warpgroup, for what plain stores hand to plain loads.
+
+    No copy is under way when it is called, so waiting for copies is nothing but the barrier behind it. Unlike
+    ``commit_smem`` it does not wait for the loads of the state.
+    """
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _product(left: list[jax.Array], right_ref, copy_ref) -> jax.Array:
+    """The sum of ``left @ right`` [64, n] fp32 over the lefts [64, K], bf16 in registers.
+
+    The interpreter takes operands from shared memory only; then ``copy_ref`` [64, K] holds them.
+    """
+
+    def multiply(acc):
+        for x in left:
+            if copy_ref is not None:
+                copy_ref[...] = x
+            plgpu.wgmma(acc, x if copy_ref is None else copy_ref, right_ref)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((BLOCK, right_ref.shape[1]), jnp.float32))
+
+
+def _split(x: jax.Array, parts: int) -> list[jax.Array]:
+    """bf16 parts of fp32, largest first; three add up to x exactly. Bits are cut off, not rounded."""
+    found = []
+    for _ in range(parts):
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
+        head = lax.bitcast_convert_type(bits, jnp.float32)
+        found.append(head.astype(jnp.bfloat16))
+        x = x - head
+    return found
+
+
+def _round_to_step(x: jax.Array) -> jax.Array:
+    return lax.round(x * (1 / STEP), lax.RoundingMethod.TO_NEAREST_EVEN) * STEP
+
+
+def _spread(size: int):
+    """Layout of a vector: neighbouring lanes hold neighbours; where there are more threads than numbers, copies."""
+    if size % 64 == 0:
+        tiling = plgpu.Tiling(((64,), (32,), (1,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3, plgpu.Replicated(2)), lane_dims=(-2,), vector_dim=-1)
+    lanes = next(n for n in (32, 16, 8) if size % n == 0)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((lanes,), (1,))),
+        warp_dims=(plgpu.Replicated(4),),
+        lane_dims=(-2,) if lanes == 32 else (-2, plgpu.Replicated(32 // lanes)),
+        vector_dim=-1,
+    )
+
+
+def _rows_of(vector: int):
+    """Layout of a matrix: a warp holds pieces of 16 columns, as the tensor cores' tiles in shared memory are.
+
+    A thread holds ``vector`` neighbours of a row; a warp ``2 * vector`` rows.
+    """
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((8 * vector, 16), (2 * vector, 16), (vector,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
