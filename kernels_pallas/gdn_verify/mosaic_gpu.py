@@ -36,7 +36,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.ancestors import ancestor_bits
 from kernels_pallas.decay import STEP
 from kernels_pallas.factors import Factors
-from kernels_pallas.tiles import Tile
+from kernels_pallas.gdn_verify.tiles import MOSAIC
+from kernels_pallas.tiles import Tile, check_shared_memory, pick
 
 BLOCK = 64  # rows of one tensor-core instruction
 PARTS = 3  # bf16 parts of a state: 3 x 8 bits
@@ -82,23 +83,35 @@ def gdn_verify(
 ) -> tuple[jax.Array, Factors]:
     """See ``api.gdn_verify``; the arguments are already checked.
 
-    Of ``tile`` only the columns count: 16 or 32, and 64 for up to 32 nodes. None: the widest that fills the card.
+    Of ``tile`` only the columns count: 16, 32 or 64. None: from the table.
     """
-    reason = unsupported(q.shape[-1], v.shape[-1], v.dtype, q.shape[1])
+    rows, nodes, _, dk = q.shape
+    value_heads, dv = v.shape[2:]
+    reason = unsupported(dk, dv, v.dtype, nodes)
     if reason is not None:
         raise ValueError(f"gdn_verify cannot run as a Mosaic GPU kernel: {reason}")
-    columns = _columns(q.shape[1], q.shape[0] * v.shape[2], v.shape[3]) if tile is None else tile.columns
-    if columns not in (16, 32, 64) or (columns == 64 and q.shape[1] > 32):
-        raise ValueError(f"tile must have 16 or 32 columns, or 64 for up to 32 nodes, got {columns}")
+    tile = tile or pick(MOSAIC, nodes=nodes, heads=rows * value_heads, dv=dv)
+    if tile.columns not in (16, 32, 64):
+        raise ValueError(f"tile must have 16, 32 or 64 columns, got {tile.columns}")
+    check_shared_memory("gdn_verify", tile, shared_bytes(tile.columns, nodes, dk))
     # The layer is data: as a constant it would make, and compile, another kernel for each layer.
     states, index = (state[None], 0) if layer is None else (state, layer)
     index = jnp.full(1, index, jnp.int32)
-    return _launch(index, states, q, k, v, log_decay, beta, parents, num_nodes, scale, columns, interpret)
+    return _launch(index, states, q, k, v, log_decay, beta, parents, num_nodes, scale, tile.columns, interpret)
 
 
-def _columns(nodes: int, heads: int, dv: int) -> int:
-    """Columns of a program: few while that gives more multiprocessors something to do."""
-    return 16 if nodes > 32 or heads * dv // 16 <= 132 else 32
+def shared_bytes(columns: int, nodes: int, dk: int) -> int:
+    """Shared memory of a program: what ``_scratch`` asks for, without the few bytes of sums and barriers."""
+    block = _block(nodes)
+    stacked = max(2 * block, BLOCK)
+    operands = 2 * (stacked * dk + dk * PARTS * columns + 2 * block * columns + 2 * BLOCK * columns)
+    plain = 4 * (BLOCK * columns + BLOCK * block + block * columns + (ROWS * columns if block > ROWS else 0))
+    return operands + plain
+
+
+def _block(nodes: int) -> int:
+    """The nodes a program computes."""
+    return max(16, 1 << (nodes - 1).bit_length())
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "columns", "interpret"))  # traced once for all layers
@@ -119,7 +132,7 @@ def _launch(
     rows, nodes, _, dk = q.shape
     value_heads, dv = v.shape[2:]
     padded = -(-nodes // 8) * 8
-    block = max(16, 1 << (nodes - 1).bit_length())
+    block = _block(nodes)
     stacked = max(2 * block, BLOCK)  # rows of [K; Q]
 
     def to_padded(x: jax.Array) -> jax.Array:

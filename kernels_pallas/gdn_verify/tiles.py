@@ -7,6 +7,15 @@ several programs share a multiprocessor.
 
 from kernels_pallas.tiles import TUNED_ON, Rule, Tile
 
+# Of a Mosaic GPU program only the columns can be chosen: 16, 32 or 64.
+MOSAIC = {
+    TUNED_ON: (
+        Rule(heads=8, tile=Tile(columns=16)),
+        Rule(nodes=32, tile=Tile(columns=32)),
+        Rule(tile=Tile(columns=16)),
+    ),
+}
+
 TABLE = {
     TUNED_ON: (
         Rule(nodes=1, heads=64, tile=Tile(columns=16, warps=4)),

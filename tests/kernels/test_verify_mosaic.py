@@ -136,8 +136,16 @@ def test_what_is_unsupported():
     inputs = random_inputs(rng, 1, 4, heads=1, value_heads=1, dk=64, dv=64)
     with pytest.raises(ValueError, match="cannot run as a Mosaic GPU kernel: q, k and v must be bfloat16"):
         run(inputs, random_tree(rng, 4, 0)[None])
-    with pytest.raises(ValueError, match="16 or 32 columns"):
+    with pytest.raises(ValueError, match="16, 32 or 64 columns"):
         run(rounded(inputs)[0], random_tree(rng, 4, 0)[None], columns=48)
+
+
+@needs_jax_0_11
+def test_a_tile_too_large_is_refused_before_it_is_compiled():
+    rng = np.random.default_rng(9)
+    inputs = rounded(random_inputs(rng, 1, 64, heads=1, value_heads=1, dk=256, dv=64))[0]
+    with pytest.raises(ValueError, match=r"tile of gdn_verify must fit 232448 bytes .* use fewer columns"):
+        run(inputs, random_tree(rng, 64, 0)[None], columns=64)
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="of older versions")
