@@ -7,11 +7,19 @@ why; only ``None`` may pick for itself.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
+import jax
+
 Implementation = Literal["reference", "mosaic_gpu", "triton"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KNOWN = ("reference", "mosaic_gpu", "triton")
+
+
+def no_gpu() -> str | None:
+    """Why no kernel for an NVIDIA GPU can run here, or None if there is such a GPU."""
+    backend = jax.default_backend()
+    return None if backend == "gpu" else f"it needs an NVIDIA GPU, the default backend is {backend!r}"
 
 
 def choose(

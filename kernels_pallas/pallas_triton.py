@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
+from kernels_pallas.implementations import no_gpu
+
 _HIGH_HALF = -(2**16)  # the bits of an fp32 number that a bf16 keeps
 
 
@@ -57,9 +59,7 @@ def params(warps: int, stages: int = 1) -> pltriton.CompilerParams:
 
 def why_not(*sizes: int) -> str | None:
     """Why the kernels cannot run here for head sizes ``sizes``, or None if they can."""
-    if jax.default_backend() != "gpu":
-        return f"it needs an NVIDIA GPU, the default backend is {jax.default_backend()!r}"
-    return unsupported(*sizes)
+    return no_gpu() or unsupported(*sizes)
 
 
 def unsupported(*sizes: int) -> str | None:

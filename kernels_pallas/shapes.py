@@ -8,6 +8,11 @@ import jax.numpy as jnp
 MAX_NODES = 64
 
 
+def padded_nodes(nodes: int) -> int:
+    """The nodes a kernel computes: the next of 16, 32, 64, since no side of a tensor-core product may be under 16."""
+    return max(16, 1 << (nodes - 1).bit_length())
+
+
 def check_shape(name: str, array: jax.Array, letters: str, shape: Sequence[int]) -> None:
     """Raise ``ValueError`` unless ``array`` has ``shape``, which ``letters`` (as "B N H dk") spell."""
     if tuple(array.shape) != tuple(shape):

@@ -7,6 +7,7 @@ were measured with ``scripts/bench_kernels.py --tune``; a card without a table o
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -32,9 +33,9 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A tile and the largest shape it is chosen for; -1 stands for any."""
+    """A tile (a ``Tile``, or what an op has in its place) and the largest shape it is for; -1 stands for any."""
 
-    tile: Tile
+    tile: Any
     nodes: int = -1
     heads: int = -1  # rows times value heads
 
@@ -44,13 +45,19 @@ def card() -> str:
     return jax.devices()[0].device_kind
 
 
-def pick(table: Mapping[str, Sequence[Rule]], *, nodes: int, heads: int, dv: int, on: str | None = None) -> Tile:
-    """The tile of the first rule that ``nodes`` and ``heads`` do not exceed, cut down to ``dv`` columns."""
+def first(table: Mapping[str, Sequence[Rule]], *, nodes: int, heads: int = 1, on: str | None = None) -> Any:
+    """The tile of the first rule that ``nodes`` and ``heads`` do not exceed; ``on`` names another card."""
     rules = table.get(card() if on is None else on, table[TUNED_ON])
     for rule in rules:
         if nodes <= _bound(rule.nodes) and heads <= _bound(rule.heads):
-            return replace(rule.tile, columns=min(rule.tile.columns, dv))
+            return rule.tile
     raise ValueError(f"no tile for {nodes} nodes and {heads} heads")
+
+
+def pick(table: Mapping[str, Sequence[Rule]], *, nodes: int, heads: int, dv: int, on: str | None = None) -> Tile:
+    """The ``first`` tile, cut down to ``dv`` columns."""
+    tile = first(table, nodes=nodes, heads=heads, on=on)
+    return replace(tile, columns=min(tile.columns, dv))
 
 
 def _bound(limit: int) -> float:

@@ -62,6 +62,7 @@ def recover(
       parents: parent of each node, -1 for the root.
       last: deepest accepted node of each row; -1 leaves that row untouched, bit for bit.
     """
-    if state.conv is None or factors.conv is None:
+    if state.conv is None:
         return RecurrentState(gdn_recover(state.S, factors.delta, parents, last), None)
+    assert factors.conv is not None
     return RecurrentState(*gdn_recover(state.S, factors.delta, parents, last, state.conv, factors.conv))

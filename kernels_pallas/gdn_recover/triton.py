@@ -28,6 +28,7 @@ from jax.experimental.pallas import triton as pltriton
 from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_recover.tiles import CHANNELS, RANK_ONE, STEP, TABLE
 from kernels_pallas.pallas_triton import matmul, params
+from kernels_pallas.shapes import padded_nodes
 from kernels_pallas.tiles import Tile, check_shared_memory, pick
 
 
@@ -109,11 +110,6 @@ def gdn_recover(
     if window is not None and new_window:
         window = new_window[0].reshape(window.shape)
     return new_state.reshape(state.shape), window
-
-
-def padded_nodes(nodes: int) -> int:
-    """The nodes in a product: the next of 16, 32, 64, since no side of a product may be under 16."""
-    return max(16, 1 << (nodes - 1).bit_length())
 
 
 def shared_bytes(depth: int, columns: int, nodes: int, dtype: jnp.dtype) -> int:

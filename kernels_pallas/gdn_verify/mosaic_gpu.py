@@ -37,6 +37,8 @@ from kernels_pallas.ancestors import ancestor_bits
 from kernels_pallas.decay import STEP
 from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_verify.tiles import MOSAIC
+from kernels_pallas.implementations import no_gpu
+from kernels_pallas.shapes import padded_nodes
 from kernels_pallas.tiles import Tile, check_shared_memory, pick
 
 BLOCK = 64  # rows of one tensor-core instruction
@@ -59,8 +61,8 @@ def unsupported(dk: int, dv: int, dtype, nodes: int) -> str | None:
 
 def why_not(dk: int, dv: int, dtype, nodes: int) -> str | None:
     """Why this kernel cannot run here on such inputs, or None if it can."""
-    if jax.default_backend() != "gpu":
-        return f"it needs an NVIDIA GPU, the default backend is {jax.default_backend()!r}"
+    if reason := no_gpu():
+        return reason
     capability = str(jax.devices()[0].compute_capability)
     if capability != "9.0":
         return f"it needs a Hopper GPU (compute capability 9.0), this one has {capability}"
@@ -102,16 +104,11 @@ def gdn_verify(
 
 def shared_bytes(columns: int, nodes: int, dk: int) -> int:
     """Shared memory of a program: what ``_scratch`` asks for, without the few bytes of sums and barriers."""
-    block = _block(nodes)
+    block = padded_nodes(nodes)
     stacked = max(2 * block, BLOCK)
     operands = 2 * (stacked * dk + dk * PARTS * columns + 2 * block * columns + 2 * BLOCK * columns)
     plain = 4 * (BLOCK * columns + BLOCK * block + block * columns + (ROWS * columns if block > ROWS else 0))
     return operands + plain
-
-
-def _block(nodes: int) -> int:
-    """The nodes a program computes."""
-    return max(16, 1 << (nodes - 1).bit_length())
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "columns", "interpret"))  # traced once for all layers
@@ -132,7 +129,7 @@ def _launch(
     rows, nodes, _, dk = q.shape
     value_heads, dv = v.shape[2:]
     padded = -(-nodes // 8) * 8
-    block = _block(nodes)
+    block = padded_nodes(nodes)
     stacked = max(2 * block, BLOCK)  # rows of [K; Q]
 
     def to_padded(x: jax.Array) -> jax.Array:
@@ -162,7 +159,7 @@ def _launch(
 def _params():
     """No barriers but those that the kernel asks for, and no layouts but those that it names.
 
-    Inferring the layouts of all these scalars and vectors takes 10 to 40 s, and gives the same code.
+    Inferring the layouts of all these scalars and vectors takes many times longer, for about as many instructions.
     """
     return plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 

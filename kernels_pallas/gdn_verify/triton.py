@@ -39,6 +39,7 @@ from kernels_pallas.decay import STEP
 from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_verify.tiles import TABLE
 from kernels_pallas.pallas_triton import matmul, params
+from kernels_pallas.shapes import padded_nodes
 from kernels_pallas.tiles import Tile, check_shared_memory, pick
 
 ROWS = 16  # nodes that forward substitution holds in registers: more would outgrow the instruction cache
@@ -127,11 +128,6 @@ def _launch(
     if num_nodes is not None:
         k = jnp.where((jnp.arange(nodes) < num_nodes[:, None])[..., None, None], k, 0)
     return o, Factors(k, u, total, low)
-
-
-def padded_nodes(nodes: int) -> int:
-    """The nodes a program computes: the next of 16, 32, 64, since no side of a product may be under 16."""
-    return max(16, 1 << (nodes - 1).bit_length())
 
 
 def shared_bytes(tile: Tile, block: int, dk: int, itemsize: int) -> int:

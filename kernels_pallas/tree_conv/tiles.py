@@ -4,9 +4,9 @@ Few nodes a program make many programs, which is what hides latency when there i
 enough of them, and more nodes a program read the taps of the convolution less often.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kernels_pallas.tiles import TUNED_ON, card
+from kernels_pallas.tiles import TUNED_ON, Rule, first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,7 @@ class Tile:
     warps: int = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A tile and the largest number of nodes in all rows together that it is chosen for; -1 stands for any."""
-
-    tile: Tile
-    nodes: int = -1
-
-
+# ``nodes`` of a rule: of all rows together
 TABLE = {
     TUNED_ON: (
         Rule(nodes=64, tile=Tile(nodes=1, warps=2)),
@@ -35,6 +28,5 @@ TABLE = {
 
 def pick(rows: int, nodes: int, on: str | None = None) -> Tile:
     """The tile for ``rows`` trees of ``nodes`` nodes, no larger than a tree needs; ``on`` names another card."""
-    rules = TABLE.get(card() if on is None else on, TABLE[TUNED_ON])
-    tile = next(rule.tile for rule in rules if rule.nodes == -1 or rows * nodes <= rule.nodes)
-    return Tile(nodes=min(tile.nodes, 1 << (nodes - 1).bit_length()), warps=tile.warps)
+    tile = first(TABLE, nodes=rows * nodes, on=on)
+    return replace(tile, nodes=min(tile.nodes, 1 << (nodes - 1).bit_length()))

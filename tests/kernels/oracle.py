@@ -5,6 +5,7 @@ Nothing here knows of closed forms, masks or chunks. A tree keeps one state a no
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -78,6 +79,13 @@ def random_inputs(
         beta.astype(np.float32),
         normal(rows, value_heads, dk, dv),
     )
+
+
+def rounded(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """q, k and v in bf16, and the same numbers in fp32 for the oracle."""
+    narrow = [x.astype(jnp.bfloat16) for x in (inputs.q, inputs.k, inputs.v)]
+    wide = [x.astype(np.float32) for x in narrow]
+    return Inputs(*narrow, *inputs.args()[3:]), Inputs(*wide, *inputs.args()[3:])
 
 
 def random_tree(rng: np.random.Generator, nodes: int, bushiness: float) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from kernels_pallas.gdn_verify import mosaic_gpu
 from kernels_pallas.tiles import Tile
 from tests.kernels.lowering import lower_for_cuda
-from tests.kernels.oracle import Inputs, error, random_inputs, random_tree, run_tree
+from tests.kernels.oracle import Inputs, error, random_inputs, random_tree, rounded, run_tree
 
 COLUMNS = (16, 32, 64)
 needs_jax_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
@@ -23,13 +23,6 @@ def run(inputs: Inputs, parents, num_nodes=None, *, columns=None, layer=None, in
     op = functools.partial(mosaic_gpu.gdn_verify, scale=scale, layer=layer, tile=tile, interpret=interpret)
     o, factors = jax.jit(op)(*map(jnp.asarray, inputs.args()), jnp.asarray(parents), num_nodes)
     return np.asarray(o.astype(jnp.float32)), factors
-
-
-def rounded(inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """q, k and v in bf16, and the same numbers in fp32 for the oracle."""
-    narrow = [jnp.asarray(x).astype(jnp.bfloat16) for x in (inputs.q, inputs.k, inputs.v)]
-    wide = [np.asarray(x.astype(jnp.float32)) for x in narrow]
-    return Inputs(*narrow, *inputs.args()[3:]), Inputs(*wide, *inputs.args()[3:])
 
 
 def check(inputs: Inputs, truth: Inputs, parents, num_nodes=None, *, bound=1e-6, **how):

@@ -14,7 +14,7 @@ from kernels_pallas.gdn_verify import reference, triton
 from kernels_pallas.gdn_verify.tiles import TABLE
 from kernels_pallas.tiles import TUNED_ON, Tile, pick
 from tests.kernels.lowering import TRITON_CALL, lower_for_cuda
-from tests.kernels.oracle import Inputs, error, random_inputs, random_tree, run_tree
+from tests.kernels.oracle import Inputs, error, random_inputs, random_tree, rounded, run_tree
 
 RULES = TABLE[TUNED_ON]
 TILES = sorted({rule.tile for rule in RULES}, key=repr)
@@ -26,13 +26,6 @@ def run(inputs: Inputs, parents, num_nodes=None, *, interpret=True, tile=SMALL, 
     op = functools.partial(triton.gdn_verify, scale=scale, layer=layer, tile=tile, interpret=interpret)
     o, factors = jax.jit(op)(*map(jnp.asarray, inputs.args()), jnp.asarray(parents), num_nodes)
     return np.asarray(o.astype(jnp.float32)), factors
-
-
-def rounded(inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """q, k and v in bf16, and the same numbers in fp32 for the oracle."""
-    narrow = [jnp.asarray(x).astype(jnp.bfloat16) for x in (inputs.q, inputs.k, inputs.v)]
-    wide = [np.asarray(x.astype(jnp.float32)) for x in narrow]
-    return Inputs(*narrow, *inputs.args()[3:]), Inputs(*wide, *inputs.args()[3:])
 
 
 def check(inputs: Inputs, truth: Inputs, parents, num_nodes=None, *, bound=1e-6, o_bound=1e-6, **how):
