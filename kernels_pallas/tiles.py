@@ -30,6 +30,10 @@ class Tile:
     warps: int = 4
     stages: int = 1
 
+    def within(self, dk: int, dv: int) -> "Tile":
+        """This tile, no larger than a state of dk x dv."""
+        return replace(self, columns=min(self.columns, dv), rows=min(self.rows or dk, dk))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -52,12 +56,6 @@ def first(table: Mapping[str, Sequence[Rule]], *, nodes: int, heads: int = 1, on
         if nodes <= _bound(rule.nodes) and heads <= _bound(rule.heads):
             return rule.tile
     raise ValueError(f"no tile for {nodes} nodes and {heads} heads")
-
-
-def pick(table: Mapping[str, Sequence[Rule]], *, nodes: int, heads: int, dv: int, on: str | None = None) -> Tile:
-    """The ``first`` tile, cut down to ``dv`` columns."""
-    tile = first(table, nodes=nodes, heads=heads, on=on)
-    return replace(tile, columns=min(tile.columns, dv))
 
 
 def _bound(limit: int) -> float:

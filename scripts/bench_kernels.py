@@ -11,6 +11,7 @@ With --tune the candidate tiles of each op are timed instead, the best first.
 """
 
 import argparse
+import functools
 import math
 import os
 import time
@@ -83,11 +84,15 @@ def _tiles(candidates: Sequence[tuple[int, int, int, int]]) -> list[Tile]:
     return [Tile(columns=columns, rows=rows, warps=warps, stages=stages) for columns, rows, warps, stages in candidates]
 
 
-TUNE: dict[str, tuple[Callable[..., Loop], Sequence[Any]]] = {
-    "verify": (loops.verify_loop, _tiles(_VERIFY)),
-    "recover": (loops.recover_loop, _tiles(_RECOVER)),
-    "prefill": (loops.prefill_loop, _tiles(_PREFILL)),
-    "conv": (loops.conv_loop, [ConvTile(nodes=nodes, warps=warps) for nodes, warps in _CONV]),
+_MOSAIC = [Tile(columns=columns, stages=stages) for columns in (16, 32, 64, 128, 256) for stages in (1, 2, 4)]
+TUNE: dict[str, Sequence[tuple[Callable[..., Loop], Sequence[Any]]]] = {
+    "verify": [
+        (loops.verify_loop, _tiles(_VERIFY)),
+        (functools.partial(loops.verify_loop, kind="mosaic_gpu"), _MOSAIC),
+    ],
+    "recover": [(loops.recover_loop, _tiles(_RECOVER))],
+    "prefill": [(loops.prefill_loop, _tiles(_PREFILL))],
+    "conv": [(loops.conv_loop, [ConvTile(nodes=nodes, warps=warps) for nodes, warps in _CONV])],
 }
 
 
@@ -270,8 +275,7 @@ SECTIONS = {"size": size, "verify": verify, "recover": recover, "prefill": prefi
 def tune(bench: Bench, ops: Sequence[str], layers: int) -> None:
     """Times the candidates of each op, ``layers`` of them in a loop, and keeps them in order."""
     few = replace(bench.setup, shape=replace(bench.shape, layers=min(layers, bench.shape.layers)))
-    for op in (op for op in TUNE if op in ops):
-        build, candidates = TUNE[op]
+    for op, (build, candidates) in ((name, way) for name in TUNE if name in ops for way in TUNE[name]):
         setup, launches, grid = few, few.shape.layers, [(batch, n) for batch in bench.batches for n in bench.nodes]
         if op == "recover":  # all layers are one launch
             setup, launches, grid = bench.setup, 1, [(batch, 2 * PATH) for batch in bench.shape.recover]

@@ -159,22 +159,24 @@ def zeros(make: Callable[[], Any]) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make))
 
 
-def kernel(op: str) -> Callable[..., Any]:
-    """The Triton function of an op, which takes a tile; its arguments are not checked."""
-    return getattr(importlib.import_module(f"kernels_pallas.{op}.triton"), op)
+def kernel(op: str, kind: str = "triton") -> Callable[..., Any]:
+    """The function of an op that takes a tile, Triton's or of another ``kind``; its arguments are not checked."""
+    return getattr(importlib.import_module(f"kernels_pallas.{op}.{kind}"), op)
 
 
 # Kernels. Each returns a loop of steps over all layers; ``tile`` None is the one of the op's table.
 
 
-def verify_loop(setup: Setup, batch: int, nodes: int, tile: Any = None, state: jax.Array | None = None) -> Loop:
-    """``gdn_verify`` of the tree. The last of the loop's fixed arguments is the parents."""
+def verify_loop(
+    setup: Setup, batch: int, nodes: int, tile: Any = None, state: jax.Array | None = None, kind: str = "triton"
+) -> Loop:
+    """``gdn_verify`` of the tree; ``tile`` is one of the ``kind``. The last of the fixed arguments is the parents."""
     shape = setup.shape
     q, k, v, log_decay, beta = inputs(shape, batch, nodes)
     state = states(shape, batch) if state is None else state
     run = functools.partial(gdn_verify, implementation=setup.implementation)
     if tile is not None:
-        run = functools.partial(kernel("gdn_verify"), num_nodes=None, scale=shape.dk**-0.5, tile=tile)
+        run = functools.partial(kernel("gdn_verify", kind), num_nodes=None, scale=shape.dk**-0.5, tile=tile)
 
     def step(carry: Any, fixed: Any) -> Any:
         v, written = carry[0], []

@@ -9,7 +9,8 @@ Limits: q, k, v in bf16 (fp32 ones would need six products in place of one, and 
 forward-mode derivative.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -20,7 +21,7 @@ from kernels_pallas import pallas_triton
 from kernels_pallas.gdn_prefill.backward import gradients, reverse
 from kernels_pallas.gdn_prefill.forward import CHUNK, Prepared, Scanned, prepare, scan
 from kernels_pallas.gdn_prefill.tiles import PREPARE, REVERSE, SCAN
-from kernels_pallas.tiles import Tile, pick
+from kernels_pallas.tiles import Rule, Tile, first
 
 SAVED = "gdn_prefill"
 _MOST = 2**31  # elements of an array: offsets inside the kernels are 32 bits
@@ -75,20 +76,19 @@ def gdn_prefill(
     ``tile`` is the one of the forward walk along the chunks; ``interpret`` runs the kernels without a GPU.
     """
     rows, tokens, value_heads, dv = v.shape
-    choose = partial(pick, nodes=chunk, heads=rows * value_heads, dv=dv)
+
+    def choose(tile: Tile | None, table: Mapping[str, Sequence[Rule]]) -> Tile:
+        return (tile or first(table, nodes=chunk, heads=rows * value_heads)).within(q.shape[-1], dv)
+
     plan = _Plan(
         scale=scale,
-        prepare=prepare_tile or choose(PREPARE),
-        scan=_cut(tile or choose(SCAN), dv),
-        reverse=_cut(reverse_tile or choose(REVERSE), dv),
+        prepare=choose(prepare_tile, PREPARE),
+        scan=choose(tile, SCAN),
+        reverse=choose(reverse_tile, REVERSE),
         interpret=interpret,
     )
     lengths = jnp.full(rows, tokens, jnp.int32) if lengths is None else jnp.minimum(lengths, tokens)
     return _prefill(plan, q, k, v, log_decay, beta, state, lengths)
-
-
-def _cut(tile: Tile, dv: int) -> Tile:
-    return replace(tile, columns=min(tile.columns, dv))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

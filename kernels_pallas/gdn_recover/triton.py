@@ -29,7 +29,7 @@ from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_recover.tiles import CHANNELS, RANK_ONE, STEP, TABLE
 from kernels_pallas.pallas_triton import matmul, params
 from kernels_pallas.shapes import padded_nodes
-from kernels_pallas.tiles import Tile, check_shared_memory, pick
+from kernels_pallas.tiles import Tile, check_shared_memory, first
 
 
 def gdn_recover(
@@ -53,8 +53,8 @@ def gdn_recover(
     heads = factors.key.shape[-2]
     group = value_heads // heads
     states = state.reshape(-1, value_heads, dk, dv)
-    tile = tile or pick(TABLE, nodes=nodes, heads=states.shape[0] * value_heads, dv=dv)
-    depth, columns = min(tile.rows or dk, dk), min(tile.columns, dv)
+    tile = (tile or first(TABLE, nodes=nodes, heads=states.shape[0] * value_heads)).within(dk, dv)
+    depth, columns = tile.rows, tile.columns
     cuts = (dk // depth) * (dv // columns)  # tiles of a state
     fold = functools.partial(_fold_by_updates, step=min(step, nodes))
     if nodes > rank_one:

@@ -7,12 +7,14 @@ several programs share a multiprocessor.
 
 from kernels_pallas.tiles import TUNED_ON, Rule, Tile
 
-# Of a Mosaic GPU program only the columns can be chosen: 16, 32 or 64.
+# Of a Mosaic GPU program only the columns (up to 64, or 128 or 256 in steps of 64) and the stages can be chosen.
 MOSAIC = {
     TUNED_ON: (
-        Rule(heads=8, tile=Tile(columns=16)),
-        Rule(nodes=32, tile=Tile(columns=32)),
-        Rule(tile=Tile(columns=16)),
+        Rule(heads=16, tile=Tile(columns=16, stages=2)),
+        Rule(nodes=32, heads=64, tile=Tile(columns=64)),
+        Rule(nodes=32, heads=128, tile=Tile(columns=128)),
+        Rule(nodes=32, tile=Tile(columns=256)),
+        Rule(tile=Tile(columns=32)),
     ),
 }
 

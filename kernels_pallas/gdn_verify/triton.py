@@ -40,7 +40,7 @@ from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_verify.tiles import TABLE
 from kernels_pallas.pallas_triton import matmul, params
 from kernels_pallas.shapes import padded_nodes
-from kernels_pallas.tiles import Tile, check_shared_memory, pick
+from kernels_pallas.tiles import Tile, check_shared_memory, first
 
 ROWS = 16  # nodes that forward substitution holds in registers: more would outgrow the instruction cache
 
@@ -62,16 +62,18 @@ def gdn_verify(
     """See ``api.gdn_verify``; the arguments are already checked. ``tile`` None: from the table."""
     rows, nodes, _, dk = q.shape
     value_heads, dv = v.shape[2:]
-    tile = tile or pick(TABLE, nodes=nodes, heads=rows * value_heads, dv=dv)
-    needed = shared_bytes(tile, padded_nodes(nodes), dk, k.dtype.itemsize) if nodes > 1 else 0
+    tile = (tile or first(TABLE, nodes=nodes, heads=rows * value_heads)).within(dk, dv)
+    needed = shared_bytes(tile, padded_nodes(nodes), k.dtype.itemsize) if nodes > 1 else 0
     check_shared_memory("gdn_verify", tile, needed)
-    # The layer is data: as a constant it would make, and compile, another kernel for each layer.
     states, index = (state[None], 0) if layer is None else (state, layer)
+    # The layer is data: as a constant it would make, and compile, another kernel for each layer. The short kernel of
+    # one node is worth that: it would wait for the number before it could ask for the state.
+    layer_of_one = index if nodes == 1 else None
     index = jnp.full(1, index, jnp.int32)
-    return _launch(index, states, q, k, v, log_decay, beta, parents, num_nodes, scale, tile, interpret)
+    return _launch(index, states, q, k, v, log_decay, beta, parents, num_nodes, scale, layer_of_one, tile, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))  # traced once for all layers
+@functools.partial(jax.jit, static_argnames=("scale", "layer_of_one", "tile", "interpret"))  # traced once for a tree
 def _launch(
     layer: jax.Array,
     states: jax.Array,
@@ -83,6 +85,7 @@ def _launch(
     parents: jax.Array,
     num_nodes: jax.Array | None,
     scale: float,
+    layer_of_one: int | None,
     tile: Tile,
     interpret: bool,
 ) -> tuple[jax.Array, Factors]:
@@ -101,7 +104,8 @@ def _launch(
     gate = pl.BlockSpec((None, nodes, None), lambda j, h, b: (b, 0, h))
     own = pl.BlockSpec((None, nodes, None, tile.columns), lambda j, h, b: (b, 0, h, j))
     bits = pl.BlockSpec((None, nodes), lambda j, h, b: (b, 0))
-    state_tile = pl.BlockSpec((states.shape[0], None, None, dk, tile.columns), lambda j, h, b: (0, b, h, 0, j))
+    layers, at = (states.shape[0], 0) if layer_of_one is None else (None, layer_of_one)
+    state_tile = pl.BlockSpec((layers, None, None, dk, tile.columns), lambda j, h, b: (at, b, h, 0, j))
     columns = dv // tile.columns
     scratch = [(block, tile.columns), (block, tile.columns), (block, block)] if nodes > 1 else []
 
@@ -109,7 +113,7 @@ def _launch(
     if nodes == 1:
         kernel = functools.partial(_one_node, scale=scale)
     else:
-        sizes = {"nodes": nodes, "block": block, "depth": tile.rows or dk}
+        sizes = {"nodes": nodes, "block": block, "depth": tile.rows}
         kernel = functools.partial(_tree, scale=scale, barrier=not interpret, **sizes)
     o, u, total, low, *_ = pl.pallas_call(
         kernel,
@@ -130,20 +134,19 @@ def _launch(
     return o, Factors(k, u, total, low)
 
 
-def shared_bytes(tile: Tile, block: int, dk: int, itemsize: int) -> int:
+def shared_bytes(tile: Tile, block: int, itemsize: int) -> int:
     """Shared memory of a program, an upper estimate: cuts that are loaded ahead, parts of operands, matrices."""
-    depth = tile.rows or dk
-    return max(tile.stages - 1, 1) * depth * (4 * tile.columns + 2 * itemsize * block) + 4 * (3 * depth + block) * (
-        tile.columns + block
-    )
+    return max(tile.stages - 1, 1) * tile.rows * (4 * tile.columns + 2 * itemsize * block) + 4 * (
+        3 * tile.rows + block
+    ) * (tile.columns + block)
 
 
 def _one_node(
-    layer_ref, s_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, bits_ref, _, o_ref, u_ref, total_ref, low_ref,
+    _layer, s_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, bits_ref, _high, o_ref, u_ref, total_ref, low_ref,
     *, scale: float,
 ):  # fmt: skip
-    """A decode step: two sums over dk in fp32, no tensor core."""
-    s = s_ref[layer_ref[...]]  # [dk, columns]
+    """A decode step: two sums over dk in fp32, no tensor core. The state is [dk, columns], of one layer."""
+    s = s_ref[...]
     k, q, v = (ref[0].astype(jnp.float32) for ref in (k_ref, q_ref, v_ref))
     g, beta, real = g_ref[0], beta_ref[0], bits_ref[0] != 0
     key_state = jnp.sum(s * k[:, None], axis=0)
