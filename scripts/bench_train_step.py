@@ -6,12 +6,17 @@ parameter and token, the embedding table left out, against the dense bf16 peak o
 """
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Before the folder of scripts, whose train_drafter.py would hide the package of that name.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specla_jax.config import TargetConfig
 from specla_jax.model import GatedDeltaNetLM

@@ -56,6 +56,15 @@ def build_parser() -> argparse.ArgumentParser:
     decode = commands.add_parser("decode", help="continue prompts")
     _add_decode_arguments(decode)
     decode.set_defaults(run=_decode)
+
+    bench = commands.add_parser("bench", help="measure methods on the prompts of public suites")
+    _add_bench_arguments(bench)
+    bench.set_defaults(run=_bench)
+
+    # Every argument is positional to this parser: the command has a parser of its own.
+    train = commands.add_parser("train-drafter", help="train a drafter for a target", add_help=False, prefix_chars="\0")
+    train.add_argument("arguments", nargs="*")
+    train.set_defaults(run=_train_drafter)
     return parser
 
 
@@ -91,6 +100,63 @@ def _add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", type=Path, metavar="DIR", help="converted or fla folder; default: the bundled small model")
+    add("--drafter", type=Path, metavar="DIR", help="drafter folder, for the methods chain and tree")
+    add("--suite", nargs="+", required=True, choices=("gsm8k", "humaneval", "spec-bench"), metavar="NAME")
+    add(
+        "--suite-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="holds gsm8k/test.jsonl, humaneval/HumanEval.jsonl.gz, spec_bench/question.jsonl as published",
+    )
+    add("--prompts", type=_count_or_all, default=64, metavar="N|all", help="of each suite, evenly spaced; default: 64")
+    add(
+        "--prompt-format",
+        choices=("question", "raw", "chat"),
+        default="question",
+        help="question: 'Question: ... Answer:' (default); raw: the text alone; chat: the tokenizer's chat template. "
+        "Code is continued as it stands, unless chat",
+    )
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
+    add("--temperature", type=float, nargs="+", default=[0.0, 1.0], metavar="T", help="default: 0 1")
+    add(
+        "--methods",
+        nargs="+",
+        choices=("ar", "ngram-chain", "ngram-tree", "chain", "tree"),
+        metavar="NAME",
+        help="ar is always run; default: ngram-chain, and chain and tree with --drafter, ngram-tree without",
+    )
+    add("--depth", type=int, metavar="D", help="levels of a draft below the root; default: 7")
+    add("--branch", type=int, metavar="K", help="children of a tree's node; default: 4")
+    add("--nodes", type=int, metavar="N", help="tokens of a tree, root included; default: 16")
+    add("--prune-tau", type=float, metavar="X", help="in a tree, drop nodes more than X nats below the best")
+    add("--batch-size", type=int, default=1, metavar="B", help="prompts decoded together; default: 1")
+    add(
+        "--prefill-lengths",
+        type=int,
+        nargs="+",
+        default=[256, 2048],
+        metavar="N",
+        help="prompts are padded to one of these, or to a power of two; a length means a program a method. "
+        "Default: 256 2048",
+    )
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on an accelerator, float32 on a CPU")
+    add("--seed", type=int, default=0, metavar="S", help="a prompt's seed is S plus its place in the suite")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="keep bench.json, bench.png and records there; a run that was cut goes on",
+    )
+
+
+def _count_or_all(text: str) -> int | None:
+    return None if text == "all" else int(text)
+
+
 def _convert(args: argparse.Namespace) -> int:
     from specla_jax.checkpoint import convert
 
@@ -111,6 +177,18 @@ def _decode(args: argparse.Namespace) -> int:
     from specla_jax.decode import decode
 
     return decode(args, note=_note)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from specla_jax.bench import bench
+
+    return bench(args, note=_note)
+
+
+def _train_drafter(args: argparse.Namespace) -> int:
+    from importlib import import_module  # the package is above this one; only its command is known here
+
+    return import_module("train_drafter.drafter_cli").main(args.arguments)
 
 
 def _stay_on_cpu() -> None:

@@ -235,6 +235,7 @@ def prepare(
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] = (),
     draft: DraftConfig | None = None,
+    prefill_length: int | None = None,
     memory_limit: int | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Job:
@@ -251,6 +252,8 @@ def prepare(
       seed: 0 to 2**32 - 1, one for all prompts or one each.
       stop_token_ids: ids that end a text; none by default.
       draft: size of the drafts; None for the method's default. A chain has ``branch=1``.
+      prefill_length: static length of the prefill, at least the longest prompt less one; None rounds that up to a power
+        of two. One length for many requests means one program.
       memory_limit: bytes this run may use beside the weights; None for what is free.
       report: receives a line on memory and one for each compilation.
 
@@ -283,7 +286,12 @@ def prepare(
     drafter, drafter_params = get_drafter("ngram" if drafter is None else drafter, draft, model)
 
     longest = max(len(prompt) for prompt in prompts)
-    engine = Engine(model=GatedDeltaNetLM(config, model.dtype), drafter=drafter, prefill_length=bucket(longest - 1))
+    if prefill_length is None:
+        prefill_length = bucket(longest - 1)
+    elif prefill_length < longest - 1:
+        raise UserError(f"prefill_length must be at least {longest - 1} for these prompts, got {prefill_length}")
+    network = GatedDeltaNetLM(config, model.dtype, getattr(drafter, "feature_layers", None))
+    engine = Engine(model=network, drafter=drafter, prefill_length=prefill_length)
     stops = sorted(set(stop_token_ids))
     request = Request(
         sampler=Sampler.create(sampling, seeds),

@@ -38,7 +38,7 @@ def memory_use(engine: Engine, params: Params, carry: Carry) -> dict[str, int]:
     width = 2 * (config.conv_dim + 2 * config.value_dim) + 3 * config.intermediate_size + 4 * config.hidden_size
     prefill = 4 * batch * engine.prefill_length * width
     if engine.drafter.needs_features:
-        prefill += batch * engine.prefill_length * 3 * config.hidden_size * jnp.dtype(model.dtype).itemsize
+        prefill += batch * engine.prefill_length * features.shape[-1] * features.dtype.itemsize
     # Drafting and filtering hold the noise and a sorted copy beside the logits.
     return {
         "weights": nbytes((params.target, params.drafter)),

@@ -16,13 +16,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import Factors, gates, gdn_prefill, gdn_verify, l2_norm, prefill_conv, tree_conv
 from specla_jax.config import TargetConfig
 from specla_jax.state import RecurrentState, TreeFactors
 
 _normal = nn.initializers.normal(0.02)
+
+# A log decay whose exponential is 0; sums of 64 of them are still exact in steps of kernels_pallas.decay.STEP.
+_FORGET = -1000.0
 
 
 def matmul(x: Array, kernel: Array, dtype: str) -> Float[Array, "..."]:
@@ -100,16 +103,24 @@ class GatedDeltaNet(nn.Module):
         self.o_proj = Linear(c.hidden_size, self.dtype)
 
     def prefill(
-        self, x: Array, lengths: Int[Array, " B"] | None, S: Array, window: Array | None
+        self,
+        x: Array,
+        lengths: Int[Array, " B"] | None,
+        S: Array,
+        window: Array | None,
+        starts: Bool[Array, "B T"] | None = None,
     ) -> tuple[Array, Array, Array | None]:
-        """Mixes ``x`` [B, T, D]; returns the output and the state and window after ``lengths`` tokens."""
+        """Mixes ``x`` [B, T, D]; returns the output and the state and window after ``lengths`` tokens.
+
+        ``starts`` marks tokens before which everything is forgotten; the window returned takes no notice of it.
+        """
         c = self.config
         y = self.in_proj(x)
         qkv = y[..., : c.conv_dim].astype(self.dtype)
         if window is None:
             qkv = jax.nn.silu(qkv.astype(jnp.float32)).astype(self.dtype)
         else:
-            qkv, window = prefill_conv(qkv, window, self.conv(), lengths)
+            qkv, window = prefill_conv(qkv, window, self.conv(), lengths, starts)
         q, k, v = (
             part.reshape(*x.shape[:-1], heads, -1)
             for part, heads in zip(
@@ -120,6 +131,8 @@ class GatedDeltaNet(nn.Module):
         # The gates never leave float32: a rounded beta or decay would differ between programs and drift.
         a, b = jnp.split(y[..., -2 * c.num_v_heads :], 2, axis=-1)
         log_decay, beta = gates(a, b, self.A_log, self.dt_bias, self._max_beta)
+        if starts is not None:
+            log_decay = jnp.where(starts[..., None], _FORGET, log_decay)
         o, S = gdn_prefill(q, k, v, log_decay, beta, S, lengths)
         return self._finish(o, y), S, window
 
@@ -193,8 +206,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(self.config.norm_eps)
         self.mlp = MLP(self.config, self.dtype)
 
-    def prefill(self, h: Array, lengths: Array | None, S: Array, window: Array | None):
-        out, S, window = self.attn.prefill(self.attn_norm(h), lengths, S, window)
+    def prefill(self, h: Array, lengths: Array | None, S: Array, window: Array | None, starts: Array | None = None):
+        out, S, window = self.attn.prefill(self.attn_norm(h), lengths, S, window, starts)
         return self._finish(h, out), S, window
 
     def verify(self, h: Array, parents: Array, num_nodes: Array, state: RecurrentState, layer: int):
@@ -213,10 +226,12 @@ class GatedDeltaNetLM(nn.Module):
       config: shape of the model.
       dtype: "float32" computes in full precision throughout; "bfloat16" rounds weights and activations and keeps
         gates, norms, softmax, the state and its factors in float32.
+      feature_layers: layers whose outputs are the drafter's features; None for ``config.feature_layers``.
     """
 
     config: TargetConfig
     dtype: str = "float32"
+    feature_layers: tuple[int, ...] | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -233,7 +248,7 @@ class GatedDeltaNetLM(nn.Module):
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None, state: RecurrentState
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T 3*D"], RecurrentState]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T features"], RecurrentState]:
         """Reads ``lengths`` tokens of each row (all of them if None); tokens beyond are padding and touch nothing.
 
         Returns:
@@ -256,7 +271,7 @@ class GatedDeltaNetLM(nn.Module):
         parents: Int[Array, "B N"],
         num_nodes: Int[Array, " B"],
         state: RecurrentState,
-    ) -> tuple[Float[Array, "B N V"], Float[Array, "B N 3*D"], TreeFactors]:
+    ) -> tuple[Float[Array, "B N V"], Float[Array, "B N features"], TreeFactors]:
         """Runs a draft tree on top of ``state`` without changing it.
 
         Args:
@@ -290,7 +305,7 @@ class GatedDeltaNetLM(nn.Module):
         return jnp.take(self.embeddings.embedding, tokens, axis=0, mode="clip").astype(self.dtype)
 
     def _features(self, outputs: list[Array]) -> Array:
-        return jnp.concatenate([outputs[i] for i in self.config.feature_layers], axis=-1)
+        return jnp.concatenate([outputs[i] for i in self.feature_layers or self.config.feature_layers], axis=-1)
 
 
 def call(model: GatedDeltaNetLM, params: Any, method: str, *args: Any) -> Any:

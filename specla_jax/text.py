@@ -21,8 +21,8 @@ class Tokenizer(Protocol):
         """Number of ids, added tokens included. A model may have more rows: their ids decode to nothing."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the BOS token (and others) that the tokenizer itself says to add."""
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of a prompt, with the BOS token (and others) that the tokenizer itself says to add, or without."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -84,8 +84,8 @@ class FastTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -123,8 +123,8 @@ class SentencePieceTokenizer:
     def vocab_size(self) -> int:
         return self._model.get_piece_size()
 
-    def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_bos=self._add_bos, add_eos=self._add_eos)
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return self._model.encode(text, add_bos=add_special and self._add_bos, add_eos=add_special and self._add_eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([token for token in ids if not self.is_skipped(token)])

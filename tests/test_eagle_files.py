@@ -100,7 +100,7 @@ def test_get_drafter_binds_what_the_drafter_needs(folder, tmp_path):
     target, draft = target_of(), DraftConfig(depth=2, nodes=3)
     drafter, params = get_drafter(str(folder), draft, target)
     assert drafter == EagleDrafter(draft=draft, config=CONFIG, dtype="float32")
-    assert params.keys() == {"eagle", "embedding"}  # a reduced draft vocabulary has its own head
+    assert params.keys() == {"eagle", "embedding", "temperature"}  # a reduced draft vocabulary has its own head
     whole = replace(CONFIG, draft_vocab_size=None)
     save_drafter(init_eagle(jax.random.key(0), whole), whole, tmp_path / "whole")
     assert get_drafter(tmp_path / "whole", draft, target)[1]["head"] is target.params["lm_head"]["kernel"]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,25 +92,29 @@ def is_prepared(folder: Path) -> bool:
     return (folder / _MANIFEST).is_file()
 
 
-def read_documents(path: Path) -> list[str]:
+def read_documents(path: Path, parse: Callable[[str, str], Any] | None = None) -> list[Any]:
     r"""The documents of a file or of all files below a folder, in the order of their names.
 
     ``.txt``, ``.md`` and ``.py`` files are one document each. A line of a ``.jsonl`` file is an object with ``text``,
     or with ``question`` and ``answer``, which become ``Question: ...\nAnswer: ...``. In a folder, tests, vendored
     code, Python files above 200 kB and files that are not UTF-8 are passed over. Empty documents are dropped.
 
+    Args:
+      path: file or folder.
+      parse: what makes a document of a ``.jsonl`` line and its place, in place of the above.
+
     Raises:
       UserError: the path does not exist, holds nothing readable, or a ``.jsonl`` line is not one of these.
     """
     if path.is_dir():
-        documents = [text for file in _walk(path) for text in _read_file(file, strict=False)]
+        documents = [text for file in _walk(path) for text in _read_file(file, parse, strict=False)]
     elif path.is_file():
         if path.suffix not in SUFFIXES:
             raise UserError(f"{path} must be one of {', '.join(SUFFIXES)}")
-        documents = list(_read_file(path, strict=True))
+        documents = list(_read_file(path, parse, strict=True))
     else:
         raise UserError(f"{path} does not exist")
-    documents = [text for text in documents if text.strip()]
+    documents = [text for text in documents if not isinstance(text, str) or text.strip()]
     if not documents:
         raise UserError(f"{path} holds no documents ({', '.join(SUFFIXES)})")
     return documents
@@ -125,7 +129,7 @@ def _walk(root: Path) -> Iterator[Path]:
                 yield file
 
 
-def _read_file(path: Path, strict: bool) -> Iterator[str]:
+def _read_file(path: Path, parse: Callable[[str, str], Any] | None, strict: bool) -> Iterator[Any]:
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
@@ -137,10 +141,11 @@ def _read_file(path: Path, strict: bool) -> Iterator[str]:
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield _jsonl_document(line, f"{path} line {number}")
+            yield (parse or jsonl_document)(line, f"{path} line {number}")
 
 
-def _jsonl_document(line: str, where: str) -> str:
+def jsonl_document(line: str, where: str) -> str:
+    """The document of a line; ``where`` is for the error."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
@@ -153,13 +158,14 @@ def _jsonl_document(line: str, where: str) -> str:
     raise UserError(f"{where} must be an object with 'text', or with 'question' and 'answer'")
 
 
-def _digest(text: str) -> bytes:
+def digest(text: str) -> bytes:
+    """What tells documents apart."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document is held out: by a hash of its text, so equal documents never part and order is nothing."""
-    return int.from_bytes(_digest(text)[:8], "big") < fraction * 2**64
+    return int.from_bytes(digest(text)[:8], "big") < fraction * 2**64
 
 
 def prepare(
@@ -187,13 +193,13 @@ def prepare(
     if not 0 <= fraction < 1:
         raise UserError(f"--held-out-fraction must be at least 0 and below 1, got {fraction}")
     held_out_texts = [read_documents(path) for path in held_out_paths]
-    seen = {_digest(text) for texts in held_out_texts for text in texts}
+    seen = {digest(text) for texts in held_out_texts for text in texts}
     train_texts: list[list[str]] = []
     for path in paths:
         kept = []
         for text in read_documents(path):
-            if (digest := _digest(text)) not in seen:
-                seen.add(digest)
+            if (key := digest(text)) not in seen:
+                seen.add(key)
                 kept.append(text)
         train_texts.append(kept)
     names = _names([*paths, *held_out_paths])
@@ -210,7 +216,7 @@ def prepare(
     encoder = load_tokenizer(tokenizer) if tokenizer else None
     recipe = hashlib.sha256(json.dumps([names, fraction, encoder.to_str() if encoder else vocab_size]).encode())
     for side in (side for split in splits for side in split):
-        recipe.update(b"|" + b"".join(map(_digest, side)))
+        recipe.update(b"|" + b"".join(map(digest, side)))
     fingerprint = recipe.hexdigest()
     if is_prepared(folder):
         data = TokenData.load(folder)

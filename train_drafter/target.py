@@ -1,7 +1,7 @@
 """Training a small GDN target on packed text: loss, optimiser, the resumable loop, held-out loss."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,13 +18,14 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from kernels_pallas.gdn_prefill.triton import SAVED
 from specla_jax.config import Dtype, TargetConfig
 from specla_jax.errors import UserError
 from specla_jax.model import Block, GatedDeltaNetLM, Linear, matmul, rms_norm
+from specla_jax.projection import project
 from specla_jax.state import RecurrentState
 from train_drafter.data import TokenData, WindowSampler, held_out_windows
 
@@ -98,31 +99,6 @@ def decay_mask(params: Params) -> Params:
     return unflatten_dict({path: any(name in _DECAYED for name in path) for path in flat})
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _project(x: Array, kernel: Array, out: Any) -> Array:
-    """``x @ kernel`` for ``x`` in bf16, in the dtype ``out``; the products of its gradient are of bf16 too.
-
-    Left to itself, JAX multiplies the float32 gradient of a float32 result by the other operand widened to float32,
-    which on a GPU costs two to three times as much. The gradient of the kernel stays float32.
-    """
-    return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=out)
-
-
-def _project_forward(x: Array, kernel: Array, out: Any):
-    return _project(x, kernel, out), (x, kernel)
-
-
-def _project_backward(out: Any, residuals: tuple[Array, Array], gradient: Array):
-    x, kernel = residuals
-    gradient = gradient.astype(x.dtype)
-    dx = jnp.dot(gradient, kernel.astype(x.dtype).T)
-    rows = (y.reshape(-1, y.shape[-1]) for y in (x, gradient))
-    return dx, jnp.einsum("td,tf->df", *rows, preferred_element_type=jnp.float32)
-
-
-_project.defvjp(_project_forward, _project_backward)
-
-
 def _narrow_linear(gates: int, call: Callable[..., Array], args: tuple[Array, ...], kwargs: Any, context: Any) -> Array:
     """In place of a ``Linear`` that computes in bf16: round the result to bf16 under the name that remat saves.
 
@@ -135,18 +111,29 @@ def _narrow_linear(gates: int, call: Callable[..., Array], args: tuple[Array, ..
     kernel: Any = linear.get_variable("params", "kernel")
     gates = gates if linear.name == "in_proj" else 0
     main, wide = jnp.split(kernel, [kernel.shape[-1] - gates], axis=-1)
-    y = checkpoint_name(_project(x, main, jnp.bfloat16), _SAVED).astype(jnp.float32)
+    y = checkpoint_name(project(x, main, jnp.bfloat16), _SAVED).astype(jnp.float32)
     if gates:
-        y = jnp.concatenate([y, checkpoint_name(_project(x, wide, jnp.float32), _SAVED)], axis=-1)
+        y = jnp.concatenate([y, checkpoint_name(project(x, wide, jnp.float32), _SAVED)], axis=-1)
     return y
 
 
-def logits(model: GatedDeltaNetLM, params: Params, tokens: Int[Array, "B T"], unroll: int = 1) -> Float[Array, "B T V"]:
-    """What ``model`` computes from an empty state, in a form that trains fast: one compiled layer, run in a scan.
+def hidden_states(
+    model: GatedDeltaNetLM,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    unroll: int = 1,
+    starts: Bool[Array, "B T"] | None = None,
+    outputs_of: Sequence[int] = (),
+) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
+    """What the head reads, and the outputs of the layers ``outputs_of``, from an empty state.
 
-    In bf16 a layer keeps the results of its projections and what the gradient of ``gdn_prefill`` reads, and computes
-    the rest again; for the 1.3B shape that is 74 KB a token and layer. ``unroll`` layers make a step of the scan: with
-    all of them nothing is copied into stacks, and compiling takes as many times longer.
+    The model's own computation in a form that trains fast: one compiled layer, run in scans that end at the layers
+    asked for. In bf16 a layer keeps the results of its projections and what the gradient of ``gdn_prefill`` reads, and
+    computes the rest again; for the 1.3B shape that is 74 KB a token and layer. ``unroll`` layers make a step of a
+    scan: with all of them nothing is copied into stacks, and compiling takes as many times longer.
+
+    Args:
+      starts: first tokens of documents that lie one behind another in a row; nothing passes from one to the next.
     """
     config, narrow = model.config, model.dtype == "bfloat16"
     block = Block(config, model.dtype)
@@ -154,20 +141,39 @@ def logits(model: GatedDeltaNetLM, params: Params, tokens: Int[Array, "B T"], un
     window = None if state.conv is None else state.conv[0]
 
     def layer(h: Array, layer_params: Params) -> tuple[Array, None]:
-        out: Any = block.apply({"params": layer_params}, h, None, state.S[0], window, method="prefill")
+        out: Any = block.apply({"params": layer_params}, h, None, state.S[0], window, starts, method="prefill")
         return out[0], None
 
     if narrow:
         policy = jax.checkpoint_policies.save_only_these_names(_SAVED, SAVED)
         layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-    layers = [params[f"layers_{i}"] for i in range(config.num_hidden_layers)]
     h: Any = model.apply({"params": params}, tokens, method="_embed")
+    outputs, first = {}, 0
     with nn.intercept_methods(partial(_narrow_linear, 2 * config.num_v_heads)) if narrow else nullcontext():
-        h, _ = lax.scan(layer, h, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), unroll=unroll)
-    h = rms_norm(h, params["norm"]["scale"], config.norm_eps)
-    tied = config.tie_word_embeddings
-    kernel = params["embeddings"]["embedding"].T if tied else params["lm_head"]["kernel"]
-    return _project(h.astype(jnp.bfloat16), kernel, jnp.float32) if narrow else matmul(h, kernel, model.dtype)
+        for stop in sorted({*(i + 1 for i in outputs_of), config.num_hidden_layers}):
+            layers = [params[f"layers_{i}"] for i in range(first, stop)]
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+            h, _ = lax.scan(layer, h, stacked, unroll=min(unroll, stop - first))
+            outputs[stop - 1], first = h, stop
+    return rms_norm(h, params["norm"]["scale"], config.norm_eps), [outputs[i] for i in outputs_of]
+
+
+def head_kernel(params: Params, config: TargetConfig) -> Float[Array, "D V"]:
+    """The matrix from hidden states to logits: the embedding's transpose if they are tied."""
+    return params["embeddings"]["embedding"].T if config.tie_word_embeddings else params["lm_head"]["kernel"]
+
+
+def head_logits(hidden: Float[Array, "*n D"], kernel: Float[Array, "D V"], dtype: str) -> Float[Array, "*n V"]:
+    """Float32 logits of what :func:`hidden_states` returns."""
+    if dtype == "bfloat16":
+        return project(hidden.astype(jnp.bfloat16), kernel, jnp.float32)
+    return matmul(hidden, kernel, dtype)
+
+
+def logits(model: GatedDeltaNetLM, params: Params, tokens: Int[Array, "B T"], unroll: int = 1) -> Float[Array, "B T V"]:
+    """What ``model`` computes from an empty state; see :func:`hidden_states`."""
+    hidden, _ = hidden_states(model, params, tokens, unroll)
+    return head_logits(hidden, head_kernel(params, model.config), model.dtype)
 
 
 def token_losses(
@@ -321,12 +327,9 @@ def train(
         if manager.latest_step() is not None:
             carry = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(carry))
         step = int(carry["step"])
-        _trim_metrics(out / "metrics.jsonl", step)
+        trim_metrics(out / "metrics.jsonl", step)
         params, opt_state = carry["params"], carry["opt_state"]
-        with (
-            (out / "metrics.jsonl").open("a") as log,
-            tqdm(total=config.steps, initial=step, disable=not progress, unit="step") as bar,
-        ):
+        with tqdm(total=config.steps, initial=step, disable=not progress, unit="step") as bar:
             clock, since = perf_counter(), step
             while step < last:
                 params, opt_state, metrics = train_step(params, opt_state, jnp.asarray(sampler(step)))
@@ -339,12 +342,12 @@ def train(
                         raise UserError(f"the loss is {line['loss']} at step {step}; try a lower --learning-rate")
                     rate = (step - since) * config.batch * config.length / (perf_counter() - clock)
                     line |= {"learning_rate": float(np.asarray(schedule(step - 1))), "tokens_per_second": round(rate)}
-                    _write(log, line)
+                    write_metrics(out / "metrics.jsonl", line)
                     bar.set_postfix_str(f"loss {line['loss']:.3f}, {rate:,.0f} tokens/s")
                     clock, since = perf_counter(), step
                 if evaluate:
                     losses = held_out(params, _QUICK_WINDOWS)
-                    _write(log, {"step": step, "held_out": losses})
+                    write_metrics(out / "metrics.jsonl", {"step": step, "held_out": losses})
                     if losses["mean"] < carry["best_loss"]:
                         best = jax.tree.map(jnp.copy, params)
                         carry |= {"best_params": best, "best_loss": losses["mean"], "best_step": step}
@@ -357,20 +360,24 @@ def train(
         return TrainingResult(best, held_out(best) if finished else {}, int(carry["best_step"]), finished)
 
 
-def _write(log: Any, line: dict[str, Any]) -> None:
-    log.write(json.dumps(line) + "\n")
-    log.flush()
+def write_metrics(path: Path, line: dict[str, Any]) -> None:
+    """Appends a line to metrics.jsonl."""
+    with path.open("a") as log:
+        log.write(json.dumps(line) + "\n")
 
 
-def _trim_metrics(path: Path, step: int) -> None:
-    """Drops lines of steps that will be taken again, and a line cut short by a crash."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, but for one cut short by a crash; none if there is no file."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            lines.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    path.write_text("".join(kept))
+    return lines
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Drops lines of steps that will be taken again, and a line cut short by a crash."""
+    if path.exists():
+        path.write_text("".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step))

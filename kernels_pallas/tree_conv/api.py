@@ -10,7 +10,7 @@ Bytes moved: inputs and outputs once; the window is W - 1 vectors.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import pallas_triton
 from kernels_pallas.implementations import Implementation, choose
@@ -115,6 +115,7 @@ def prefill_conv(
     window: Float[Array, "B V C"],
     weight: Float[Array, "W C"],
     lengths: Int[Array, " B"] | None = None,
+    starts: Bool[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B V C"]]:
     """``silu`` of the causal convolution over a prompt, in the dtype of ``x``, and the window after ``lengths`` tokens.
@@ -126,6 +127,8 @@ def prefill_conv(
         x: the inputs of the tokens.
         window, weight: as in ``tree_conv``, of one layer.
         lengths: int32, 0 to T; None means T for every row.
+        starts: tokens that see nothing before them; nor do those after them look past them. The window returned takes
+            no notice of it.
         implementation: "reference", or None for the best one that can run here.
 
     Raises:
@@ -134,7 +137,9 @@ def prefill_conv(
     check_rank("x", x, "B T C")
     check_rows("lengths", lengths, x.shape[0])
     _check_taps(window, weight, x.shape[0], x.shape[2])
-    return choose("prefill_conv", implementation, _PREFILL_CONV)(x, window, weight, lengths)
+    if starts is not None:
+        check_shape("starts", starts, "B T", x.shape[:2])
+    return choose("prefill_conv", implementation, _PREFILL_CONV)(x, window, weight, lengths, starts)
 
 
 def _value_size(weight: jax.Array | None, value_heads: int, keys: int) -> int:

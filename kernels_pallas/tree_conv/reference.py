@@ -92,13 +92,18 @@ def _along_parents(x: jax.Array, window: jax.Array, weight: jax.Array, parents: 
 
 
 def prefill_conv(
-    x: jax.Array, window: jax.Array, weight: jax.Array, lengths: jax.Array | None
+    x: jax.Array, window: jax.Array, weight: jax.Array, lengths: jax.Array | None, starts: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """See ``api.prefill_conv``; the arguments are already checked."""
     tokens = x.shape[1]
     taps = weight.shape[0]
     line = _line(window, x)
-    y = _convolve([line[:, j : j + tokens] for j in range(taps)], weight)
+    inputs = [line[:, j : j + tokens] for j in range(taps)]
+    if starts is not None:
+        place = jnp.arange(tokens)
+        start = jax.lax.cummax(jnp.where(starts, place, -taps), axis=1)  # [B, T], far back before the first one
+        inputs = [jnp.where((place - start >= taps - 1 - j)[..., None], x, 0) for j, x in enumerate(inputs)]
+    y = _convolve(inputs, weight)
     if lengths is None:
         return y.astype(x.dtype), line[:, tokens:].astype(window.dtype)
     y = jnp.where(node_mask(lengths, tokens)[..., None], y, 0)

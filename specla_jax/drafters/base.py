@@ -44,7 +44,7 @@ class Accepted:
       path: [B, depth + 1] int32. Accepted nodes, root first, padded with -1.
       count: [B] int32. Nodes folded into the state, which is the number of committed tokens; 0 for finished rows.
       tokens: [B, depth + 1] int32. Committed tokens: ``tokens[j]`` follows ``path[j]``; only ``count`` are real.
-      features: [B, N, 3 * D]. The target's hidden states at the nodes.
+      features: [B, N, layers * D]. The target's hidden states at the nodes.
       context: the context after the commit.
     """
 
@@ -65,6 +65,7 @@ class Drafter(Protocol):
     Attributes:
       draft: the size of the trees; every tree has ``draft.nodes`` nodes.
       needs_features: whether ``init`` and ``observe`` read the target's hidden states.
+      feature_layers (optional): which layers' states; None, or no such attribute, for those that the target names.
     """
 
     @property

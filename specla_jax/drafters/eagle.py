@@ -64,8 +64,8 @@ class _Frontier:
 class EagleDrafter:
     """Drafts with the network of :mod:`specla_jax.drafters.eagle_layer`.
 
-    Params (see :meth:`bind`): ``{"eagle": ..., "embedding": [V, D], "head": [D, V]}``. ``head`` is absent for a
-    reduced draft vocabulary, and when the target's head is its embedding.
+    Params (see :meth:`bind`): ``{"eagle": ..., "embedding": [V, D], "head": [D, V], "temperature": scalar}``. ``head``
+    is absent for a reduced draft vocabulary, and when the target's head is its embedding.
 
     A tree is grown by cumulative log-probability: the ``branch`` best children of the root, then for each further
     level the ``branch`` best nodes of the level before, each with its ``branch`` best children; the best ``nodes`` of
@@ -81,9 +81,14 @@ class EagleDrafter:
         if self.draft.branch > self.config.vocab_size:
             raise UserError(f"branch must be at most the draft vocabulary, {self.config.vocab_size}")
 
+    @property
+    def feature_layers(self) -> tuple[int, ...] | None:
+        return self.config.feature_layers
+
     def bind(self, eagle_params: Params, target_params: dict[str, Any]) -> Params:
         """The drafter's params with the embedding and, where needed, the head of its target; no copies are made."""
         params: Params = {"eagle": eagle_params, "embedding": target_params["embeddings"]["embedding"]}
+        params["temperature"] = jnp.float32(self.config.temperature)
         if self.config.draft_vocab_size is None and "lm_head" in target_params:
             params["head"] = target_params["lm_head"]["kernel"]
         return params
@@ -238,7 +243,8 @@ class EagleDrafter:
             head = eagle["lm_head"]["kernel"]
         else:
             head = params["head"] if "head" in params else params["embedding"].T
-        log_prob = jax.nn.log_softmax(draft_logits(eagle, self.config, hidden, head), axis=-1)
+        logits = draft_logits(eagle, self.config, hidden, head)
+        log_prob = jax.nn.log_softmax(logits / params["temperature"], axis=-1)
         best, token = jax.lax.top_k(log_prob, self.draft.branch)
         if self.config.draft_vocab_size is not None:
             token = eagle["draft_to_target"][token]

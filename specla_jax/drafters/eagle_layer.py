@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specla_jax.errors import UserError
+from specla_jax.projection import project
 
 Params = dict[str, Any]
 
@@ -30,7 +31,10 @@ class EagleConfig:
       window: positions that a pair attends to, its own included; also the size of the ring buffer.
       draft_vocab_size: size of a reduced draft vocabulary with its own head and map; None drafts over the whole
         vocabulary with the target's head.
-      feature_norm: RMS-normalise each of the three target states before they are fused.
+      feature_norm: RMS-normalise each of the target states before they are fused.
+      feature_layers: layers of the target whose outputs are fused; None for the three that the target names.
+      temperature: the drafter's log-probabilities are those of its logits divided by this. Children of one node keep
+        their order; it decides how nodes of different paths compare.
       max_positions: text length beyond which the drafter proposes nothing; None for no limit. Only the window
         bounds memory, so a limit is for a drafter that is known to be poor past its training length.
       target_vocabulary_hash: as in the target's ``identity``; None where there is no vocabulary to compare.
@@ -51,8 +55,12 @@ class EagleConfig:
     norm_eps: float = 1e-6
     feature_norm: bool = True
     max_positions: int | None = None
+    feature_layers: tuple[int, ...] | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.feature_layers is not None:
+            object.__setattr__(self, "feature_layers", tuple(self.feature_layers))  # JSON has lists
         sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "target_hidden_size")
         for name in (*sizes, "target_num_hidden_layers", "target_vocab_size", "window"):
             value = getattr(self, name)
@@ -75,11 +83,21 @@ class EagleConfig:
             )
         if not (self.rope_theta > 0 and self.norm_eps > 0):
             raise UserError("rope_theta and norm_eps must be positive")
+        if not 0 < self.temperature < float("inf"):
+            raise UserError(f"temperature must be positive, got {self.temperature}")
+        layers, known = self.feature_layers, range(self.target_num_hidden_layers)
+        if layers is not None and (not layers or any(type(i) is not int or i not in known for i in layers)):
+            raise UserError(f"feature_layers must be layers 0 to {known[-1]} of the target, got {list(layers)}")
 
     @property
     def vocab_size(self) -> int:
         """Tokens that can be drafted."""
         return self.target_vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def num_features(self) -> int:
+        """States of the target that make a feature."""
+        return 3 if self.feature_layers is None else len(self.feature_layers)
 
 
 def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
@@ -87,7 +105,7 @@ def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     d, dt = config.hidden_size, config.target_hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.kernel": (3 * dt, d),
+        "fc.kernel": (config.num_features * dt, d),
         "embedding_norm.scale": (dt,),
         "hidden_norm.scale": (d,),
         "attn.q_proj.kernel": (dt + d, q),
@@ -100,7 +118,7 @@ def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
         "norm.scale": (d,),
     }
     if config.feature_norm:
-        shapes["feature_norm.scale"] = (3, dt)
+        shapes["feature_norm.scale"] = (config.num_features, dt)
     if config.draft_vocab_size is not None:
         shapes["lm_head.kernel"] = (d, config.draft_vocab_size)
         shapes["draft_to_target"] = (config.draft_vocab_size,)
@@ -136,8 +154,8 @@ def unflatten(flat: dict[str, Any]) -> Params:
 def fuse_features(
     params: Params, config: EagleConfig, features: Float[Array, "*n features"], dtype: str
 ) -> Float[Array, "*n D"]:
-    """Three hidden states of the target, side by side, to one feature of dtype ``dtype``; zeros stay zero."""
-    parts = features.reshape(*features.shape[:-1], 3, config.target_hidden_size)
+    """Hidden states of the target, side by side, to one feature of dtype ``dtype``; zeros stay zero."""
+    parts = features.reshape(*features.shape[:-1], config.num_features, config.target_hidden_size)
     if config.feature_norm:
         parts = _rms_norm(parts, params["feature_norm"]["scale"], config.norm_eps)
     return _dense(parts.reshape(features.shape).astype(dtype), params["fc"]["kernel"])
@@ -168,7 +186,7 @@ def eagle_layer(
     pair: Float[Array, "B T both"],
     feature: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    segments: Sequence[tuple[Float[Array, "B S K dh"], Float[Array, "B S K dh"], Bool[Array, "B T S"]]],
+    segments: Sequence[tuple[Float[Array, "B *T S K dh"], Float[Array, "B *T S K dh"], Bool[Array, "B T S"]]],
 ) -> Float[Array, "B T D"]:
     """The decoder layer.
 
@@ -177,7 +195,8 @@ def eagle_layer(
       feature: the residual stream.
       positions: of the pairs.
       segments: (keys, values, mask) of everything attended to; the mask says which query sees which key, and every
-        query sees at least one. Several segments save joining a cache with the keys of drafts.
+        query sees at least one. Several segments save joining a cache with the keys of drafts. Keys and values have
+        an axis T where every query has its own.
 
     Returns:
       The hidden state of each pair, before the final norm.
@@ -189,14 +208,14 @@ def eagle_layer(
 
     scores = []
     for key, _, mask in segments:
-        score = _einsum("btkgd,bskd->bkgts", query, key) * config.head_dim**-0.5
+        score = _einsum(f"btkgd,{_axes(key)}->bkgts", query, key) * config.head_dim**-0.5
         scores.append(jnp.where(mask[:, None, None], score, jnp.finfo(jnp.float32).min))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(feature.dtype)
     mixed = jnp.zeros((batch, length, kv, group, config.head_dim), jnp.float32)
     start = 0
-    for key, value, _ in segments:
-        mixed += _einsum("bkgts,bskd->btkgd", weights[..., start : start + key.shape[1]], value)
-        start += key.shape[1]
+    for _, value, mask in segments:
+        mixed += _einsum(f"bkgts,{_axes(value)}->btkgd", weights[..., start : start + mask.shape[2]], value)
+        start += mask.shape[2]
     mixed = mixed.reshape(batch, length, -1).astype(feature.dtype)
 
     hidden = feature + _dense(mixed, params["attn"]["o_proj"]["kernel"])
@@ -237,6 +256,8 @@ def draft_logits(
 ) -> Float[Array, "*n V"]:
     """Float32 logits over the draft vocabulary; ``head`` is the drafter's own or the target's."""
     normed = _rms_norm(hidden, params["norm"]["scale"], config.norm_eps).astype(hidden.dtype)
+    if hidden.dtype == jnp.bfloat16:
+        return project(normed, head, jnp.float32)
     return _einsum("...d,dv->...v", normed, head.astype(hidden.dtype))
 
 
@@ -262,5 +283,11 @@ def _einsum(formula: str, left: Array, right: Array) -> Array:
     return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _axes(keys: Array) -> str:
+    return "bskd" if keys.ndim == 4 else "btskd"
+
+
 def _dense(x: Array, kernel: Array) -> Array:
+    if x.dtype == jnp.bfloat16:
+        return project(x, kernel, jnp.bfloat16)
     return _einsum("...i,ij->...j", x, kernel.astype(x.dtype)).astype(x.dtype)
