@@ -25,7 +25,7 @@ def plot_run(lines: list[dict[str, Any]], path: Path) -> None:
     for panel, key in zip(panels, ("loss_by_depth", "acceptance_by_depth")):
         for depth, values in enumerate(zip(*(line[key] for line in training)), 1):
             colour = _COLOURS[(depth - 1) % len(_COLOURS)]
-            panel.plot(steps, values, color=colour, linewidth=1.2, label=f"depth {depth}")
+            panel.plot(steps, values, color=colour, linewidth=1.2, marker=".", markersize=3, label=f"depth {depth}")
         panel.set_xlabel("step")
     panels[0].set_title("loss, nats")
     panels[1].set_title("acceptance where all above is right")

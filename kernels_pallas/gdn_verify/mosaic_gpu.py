@@ -52,6 +52,7 @@ BLOCK = 64  # rows of one tensor-core instruction
 PARTS = 2  # bf16 parts of a state: 16 bits and their sign, an error of 2^-18
 SKEW = 8  # numbers between the rows of X, which puts the eight rows that a store writes into different banks
 WIDEST = 64  # columns that are taken at a time
+COMPILER = 5 * 1024  # bytes of shared memory for sums across warps and alignment, as seen in compiled kernels
 DEPTH = 64  # rows of the state that are cut into parts at a time
 ROWS = 32  # nodes of one straight line of forward substitution: more would outgrow the instruction cache
 
@@ -113,13 +114,13 @@ def gdn_verify(
 
 
 def shared_bytes(tile: Tile, nodes: int, dk: int) -> int:
-    """Shared memory of a program: what ``_scratch`` asks for, without the few bytes of sums and barriers."""
+    """Shared memory of a program: what ``_scratch`` asks for, and what the compiler adds for sums."""
     block, columns = padded_nodes(nodes), min(tile.columns, WIDEST)
     stacked = max(2 * block, BLOCK) * (2 if nodes % 8 else 1)
     values = 2 * block * columns + BLOCK * (columns + _v_columns(columns, nodes))
     operands = 2 * (stacked * dk + tile.stages * DEPTH * PARTS * columns + values)
     plain = 4 * (BLOCK * (columns + SKEW) + BLOCK * block + block * columns + (ROWS * columns if block > ROWS else 0))
-    return operands + plain
+    return operands + plain + COMPILER
 
 
 def _v_columns(columns: int, nodes: int) -> int:

@@ -1,8 +1,8 @@
 """Tiles of verification by card, nodes and heads (rows times value heads); see ``kernels_pallas/tiles.py``.
 
-Few heads: the time is the length of one program, so it takes few columns, and loads all of dk ahead: ``stages`` is one
-more than the cuts of dk. Many heads: a program must use what it reads, so it takes more columns with fewer warps, and
-several programs share a multiprocessor.
+Few heads: the time is the length of one program, so it takes few columns, and loads all of dk ahead: ``stages`` of a
+Triton program is one more than the cuts of dk. Many heads: a program must use what it reads, so it takes more columns,
+of a Triton program with fewer warps, and several programs share a multiprocessor.
 """
 
 from kernels_pallas.tiles import TUNED_ON, Rule, Tile
