@@ -17,8 +17,8 @@ K and Q lie one above the other, so each product with them is one chain of tenso
 
 Bytes: S once; q, k, the gates and the ancestor bits once a program (from L2 but for the first); v, o and u once.
 
-Numerics: two parts miss 2^-18 of a number of the state, which leaves u an error of 1e-6 to 2e-6 of its norm against
-float64. The decay between two nodes is a difference of path sums whose coarse parts (multiples of ``decay.STEP``) are
+Numerics: two parts miss 2^-18 of a number of the state; the tests hold u to 4e-6 of its norm against float64. The
+decay between two nodes is a difference of path sums whose coarse parts (multiples of ``decay.STEP``) are
 exact. o carries as much as u of the drafted part, under the rounding to bf16.
 
 Many heads (measured, H200): a program that takes a whole head, 64 columns at a time, makes M once for all of them and
