@@ -12,9 +12,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from benching import read_bandwidth
+from shapes import GDN_1P3B
 
 from specla_jax.checkpoint import load_target
-from specla_jax.config import DraftConfig, Dtype, TargetConfig
+from specla_jax.config import DraftConfig, Dtype
 from specla_jax.generate import generate
 from specla_jax.memory import nbytes
 from specla_jax.model import GatedDeltaNetLM
@@ -25,16 +26,7 @@ SHORT, LONG, REPEATS = 64, 124, 3  # both in one bucket of output lengths, so th
 
 def random_1p3b(dtype: Dtype) -> Target:
     """Random weights in the shape of the public 1.3B checkpoint (24 layers, D 2048, 8 heads of 256 x 256)."""
-    config = TargetConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        num_hidden_layers=24,
-        num_heads=8,
-        num_v_heads=8,
-        head_dim=256,
-        head_v_dim=256,
-        intermediate_size=5632,
-    )
+    config = GDN_1P3B
     shapes = jax.eval_shape(GatedDeltaNetLM(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))

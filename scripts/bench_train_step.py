@@ -18,6 +18,7 @@ import numpy as np
 # Before the folder of scripts, whose train_drafter.py would hide the package of that name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.shapes import GDN_1P3B, shape
 from specla_jax.config import TargetConfig
 from specla_jax.model import GatedDeltaNetLM
 from train_drafter.target import TrainingConfig, make_train_step
@@ -35,25 +36,10 @@ class Shape:
     length: int
 
 
-def shape(layers: int, hidden: int, heads: int, head: int, mlp: int, vocab: int, tied: bool, batch: int, length: int):
-    target = TargetConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_heads=heads,
-        num_v_heads=heads,
-        head_dim=head,
-        head_v_dim=head,
-        intermediate_size=mlp,
-        tie_word_embeddings=tied,
-    )
-    return Shape(target, batch, length)
-
-
 SHAPES = {
-    "gdn-1.3b": shape(24, 2048, 8, 256, 5632, 32000, False, 16, 1024),  # m-a-p/1.3B-100B-GatedDeltaNet-pure
-    "gdn-100m": shape(12, 768, 6, 128, 2048, 8192, True, 32, 1024),
-    "tiny": shape(2, 32, 1, 16, 48, 64, True, 2, 80),
+    "gdn-1.3b": Shape(GDN_1P3B, 16, 1024),
+    "gdn-100m": Shape(shape(12, 768, 6, 128, 2048, 8192, True), 32, 1024),
+    "tiny": Shape(shape(2, 32, 1, 16, 48, 64, True), 2, 80),
 }
 
 

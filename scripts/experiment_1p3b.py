@@ -30,6 +30,7 @@ from typing import Any
 # Before this folder, whose train_drafter.py would hide the package of that name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.shapes import GDN_1P3B, shape
 from specla_jax.config import TargetConfig
 from specla_jax.errors import UserError
 
@@ -68,24 +69,10 @@ class Size:
     bench: tuple[str, ...]
 
 
-def shape(layers: int, hidden: int, heads: int, head: int, mlp: int, vocab: int, tied: bool) -> TargetConfig:
-    return TargetConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_heads=heads,
-        num_v_heads=heads,
-        head_dim=head,
-        head_v_dim=head,
-        intermediate_size=mlp,
-        tie_word_embeddings=tied,
-    )
-
-
 _DRAFTER = ("--self-generated", "0.25", "--unroll", "6", "--loss", "kl", "--eval-prompts", "16", "--eval-tokens", "96")
 SIZES = {
     "1.3b": Size(
-        target=shape(24, 2048, 8, 256, 5632, 32000, False),  # m-a-p/1.3B-100B-GatedDeltaNet-pure
+        target=GDN_1P3B,
         batch=16,
         length=1024,
         learning_rate=4e-4,

@@ -11,7 +11,7 @@ from specla_jax.bench_records import Measured, Record
 Row = dict[str, Any]
 
 # Okabe and Ito's palette: told apart by every kind of colour vision.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _bars(axis: Any, parts: Sequence[Row], field: str) -> None:
     for i, name in enumerate(names):
         places = [place + (i - (len(names) - 1) / 2) * width for place in range(len(parts))]
         values = [part["methods"][name][field] or 0.0 for part in parts]
-        bars = axis.bar(places, values, 0.92 * width, label=name, color=_COLOURS[i % len(_COLOURS)])
+        bars = axis.bar(places, values, 0.92 * width, label=name, color=COLOURS[i % len(COLOURS)])
         axis.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
         marks = [(place, getattr(published(part, name), field, None)) for place, part in zip(places, parts)]
         marks = [mark for mark in marks if mark[1] is not None]

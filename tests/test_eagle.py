@@ -1,15 +1,16 @@
 """The EAGLE drafter against a NumPy network that is run pair by pair from scratch."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eagle_weights import weights
 from specla_jax.config import DraftConfig, Dtype
-from specla_jax.drafters import Accepted, Context, EagleConfig, EagleDrafter, NgramDrafter, init_eagle
+from specla_jax.drafters import Accepted, Context, EagleConfig, EagleDrafter, NgramDrafter
 from specla_jax.drafters.eagle_layer import eagle_forward, fuse_features
 from specla_jax.errors import UserError
 
@@ -28,16 +29,6 @@ CONFIG = EagleConfig(
 )
 REDUCED = replace(CONFIG, hidden_size=12, draft_vocab_size=10, feature_norm=False, window=64)
 DRAFT = DraftConfig(depth=DEPTH, branch=1, nodes=NODES)
-
-
-@cache
-def weights(config: EagleConfig) -> dict:
-    """Random weights, norms too."""
-    rng = np.random.default_rng(2)
-    return jax.tree.map(
-        lambda x: x * jnp.asarray(rng.uniform(0.5, 2, x.shape), x.dtype) if x.dtype == jnp.float32 else x,
-        init_eagle(jax.random.key(1), config),
-    )
 
 
 def build(config: EagleConfig, draft: DraftConfig = DRAFT, dtype: Dtype = "float32", tied: bool = False):

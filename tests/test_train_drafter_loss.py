@@ -1,7 +1,7 @@
 """The training objective: packed documents do not leak, the unrolled drafter is the one that decodes, the losses."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import train_drafter.drafter_loss as drafter_loss
+from eagle_weights import weights
 from reference import Reference, load_reference
 from specla_jax.config import DraftConfig
-from specla_jax.drafters import Context, EagleConfig, EagleDrafter, init_eagle
+from specla_jax.drafters import Context, EagleConfig, EagleDrafter
 from specla_jax.drafters.eagle import _Frontier
 from specla_jax.drafters.eagle_layer import draft_logits
 from specla_jax.model import GatedDeltaNetLM, call
@@ -37,16 +38,6 @@ CONFIG = EagleConfig(
     feature_layers=(0, 1),
 )
 REDUCED = replace(CONFIG, hidden_size=32, draft_vocab_size=40)
-
-
-@cache
-def weights(config: EagleConfig) -> dict:
-    """Random weights, norms too."""
-    rng = np.random.default_rng(2)
-    return jax.tree.map(
-        lambda x: x * jnp.asarray(rng.uniform(0.5, 2, x.shape), x.dtype) if x.dtype == jnp.float32 else x,
-        init_eagle(jax.random.key(1), config),
-    )
 
 
 def split(config: EagleConfig) -> tuple[dict, jax.Array | None]:

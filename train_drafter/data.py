@@ -92,7 +92,7 @@ def is_prepared(folder: Path) -> bool:
     return (folder / _MANIFEST).is_file()
 
 
-def read_documents(path: Path, parse: Callable[[str, str], Any] | None = None) -> list[Any]:
+def read_documents(path: Path, parse: Callable[[Any, str], Any] | None = None) -> list[Any]:
     r"""The documents of a file or of all files below a folder, in the order of their names.
 
     ``.txt``, ``.md`` and ``.py`` files are one document each. A line of a ``.jsonl`` file is an object with ``text``,
@@ -101,7 +101,7 @@ def read_documents(path: Path, parse: Callable[[str, str], Any] | None = None) -
 
     Args:
       path: file or folder.
-      parse: what makes a document of a ``.jsonl`` line and its place, in place of the above.
+      parse: what makes a document of the value of a ``.jsonl`` line and its place, in place of :func:`text_of`.
 
     Raises:
       UserError: the path does not exist, holds nothing readable, or a ``.jsonl`` line is not one of these.
@@ -129,7 +129,7 @@ def _walk(root: Path) -> Iterator[Path]:
                 yield file
 
 
-def _read_file(path: Path, parse: Callable[[str, str], Any] | None, strict: bool) -> Iterator[Any]:
+def _read_file(path: Path, parse: Callable[[Any, str], Any] | None, strict: bool) -> Iterator[Any]:
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
@@ -141,15 +141,16 @@ def _read_file(path: Path, parse: Callable[[str, str], Any] | None, strict: bool
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield (parse or jsonl_document)(line, f"{path} line {number}")
+            where = f"{path} line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                raise UserError(f"{where} is not JSON") from None
+            yield (parse or text_of)(record, where)
 
 
-def jsonl_document(line: str, where: str) -> str:
-    """The document of a line; ``where`` is for the error."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        raise UserError(f"{where} is not JSON") from None
+def text_of(record: Any, where: str) -> str:
+    """The document of a ``.jsonl`` line's value; ``where`` is for the error."""
     if isinstance(record, dict):
         if isinstance(record.get("text"), str):
             return record["text"]
@@ -165,7 +166,12 @@ def digest(text: str) -> bytes:
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document is held out: by a hash of its text, so equal documents never part and order is nothing."""
-    return int.from_bytes(digest(text)[:8], "big") < fraction * 2**64
+    return within_share(digest(text), fraction)
+
+
+def within_share(key: bytes, fraction: float) -> bool:
+    """Whether a digest lies in the first ``fraction`` of all."""
+    return int.from_bytes(key[:8], "big") < fraction * 2**64
 
 
 def prepare(

@@ -23,7 +23,7 @@ from specla_jax.errors import UserError
 from specla_jax.target import Target
 from specla_jax.text import Tokenizer, load_tokenizer
 from train_drafter.chat import conversation, parse_messages
-from train_drafter.data import digest, jsonl_document, read_documents
+from train_drafter.data import digest, read_documents, text_of, within_share
 
 _MANIFEST = "documents.json"
 _PARTS = ("tokens", "learned", "starts")
@@ -122,8 +122,7 @@ def prepare(
     for item in (item for path in paths for item in reader.read(path)):
         if item.key not in seen:
             seen.add(item.key)
-            chosen = int.from_bytes(item.key[:8], "big") < fraction * 2**64
-            (held_out if chosen else train).append(item)
+            (held_out if within_share(item.key, fraction) else train).append(item)
     if not train:
         raise UserError("--data leaves no document to train on: all are held out")
     if not held_out:
@@ -187,7 +186,7 @@ class _Reader:
     def read(self, path: Path) -> list[_Item]:
         if path.suffix == ".npy":
             return self._read_array(path)
-        documents = read_documents(path, _parse_line)
+        documents = read_documents(path, _parse)
         if self.tokenizer is None:
             raise UserError(f"{path} is text, and the target has no tokenizer; give token ids as .npy")
         items = []
@@ -245,11 +244,7 @@ class _Reader:
         return documents
 
 
-def _parse_line(line: str, where: str) -> Any:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        raise UserError(f"{where} is not JSON") from None
+def _parse(record: Any, where: str) -> Any:
     if isinstance(record, dict) and "messages" in record:
         return parse_messages(record, where)
-    return jsonl_document(line, where)
+    return text_of(record, where)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito
+from specla_jax.bench_report import COLOURS
 
 
 def plot_run(lines: list[dict[str, Any]], path: Path) -> None:
@@ -24,7 +24,7 @@ def plot_run(lines: list[dict[str, Any]], path: Path) -> None:
     steps = [line["step"] for line in training]
     for panel, key in zip(panels, ("loss_by_depth", "acceptance_by_depth")):
         for depth, values in enumerate(zip(*(line[key] for line in training)), 1):
-            colour = _COLOURS[(depth - 1) % len(_COLOURS)]
+            colour = COLOURS[(depth - 1) % len(COLOURS)]
             panel.plot(steps, values, color=colour, linewidth=1.2, marker=".", markersize=3, label=f"depth {depth}")
         panel.set_xlabel("step")
     panels[0].set_title("loss, nats")
@@ -32,7 +32,7 @@ def plot_run(lines: list[dict[str, Any]], path: Path) -> None:
     panels[1].set_ylim(0, 1)
     panels[1].legend(frameon=False, fontsize=8, ncols=2)
     names = ("tree_t0", "chain_t0", "tree_t1", "chain_t1")
-    for name, colour in zip(names, _COLOURS):
+    for name, colour in zip(names, COLOURS):
         label = f"{name[:-3]}, temperature {name[-1]}"
         values = [line[f"accepted_length_{name}"] for line in decoding]
         panels[2].plot([line["step"] for line in decoding], values, color=colour, marker="o", markersize=4, label=label)

@@ -136,9 +136,8 @@ def _launch(
 
 def shared_bytes(tile: Tile, block: int, itemsize: int) -> int:
     """Shared memory of a program, an upper estimate: cuts that are loaded ahead, parts of operands, matrices."""
-    return max(tile.stages - 1, 1) * tile.rows * (4 * tile.columns + 2 * itemsize * block) + 4 * (
-        3 * tile.rows + block
-    ) * (tile.columns + block)
+    ahead = max(tile.stages - 1, 1) * tile.rows * (4 * tile.columns + 2 * itemsize * block)
+    return ahead + 4 * (3 * tile.rows + block) * (tile.columns + block)
 
 
 def _one_node(
