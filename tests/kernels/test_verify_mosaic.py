@@ -63,11 +63,11 @@ def test_against_float64(nodes, tile, decay):
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize("tile", [NARROW, MIDDLE, WIDE, IN_STEPS], ids=repr)
-def test_all_of_dk_and_grouped_heads(tile):
+@pytest.mark.parametrize(("tile", "dv"), [(NARROW, 128), (MIDDLE, 128), (WIDE, 128), (IN_STEPS, 256)], ids=repr)
+def test_all_of_dk_and_grouped_heads(tile, dv):
     """A ring of fewer stages than cuts of dk is filled again, and by every step of a program of many columns."""
     rng = np.random.default_rng(1)
-    inputs, truth = rounded(random_inputs(rng, 1, 8, heads=1, value_heads=2, dk=256, dv=128))
+    inputs, truth = rounded(random_inputs(rng, 1, 8, heads=1, value_heads=2, dk=256, dv=dv))
     check(inputs, truth, random_tree(rng, 8, 0.5)[None], tile=tile)
 
 
