@@ -84,14 +84,21 @@ def _tiles(candidates: Sequence[tuple[int, int, int, int]]) -> list[Tile]:
     return [Tile(columns=columns, rows=rows, warps=warps, stages=stages) for columns, rows, warps, stages in candidates]
 
 
-_MOSAIC = [Tile(columns=columns, stages=stages) for columns in (16, 32, 64, 128, 256) for stages in (1, 2, 4)]
+_MOSAIC = [
+    Tile(columns=columns, stages=stages)
+    for columns, all_stages in ((16, (2, 4)), (32, (2,)), (64, (4, 8, 16)), (128, (2, 3, 5)), (256, (1, 2, 3)))
+    for stages in all_stages
+]
 TUNE: dict[str, Sequence[tuple[Callable[..., Loop], Sequence[Any]]]] = {
     "verify": [
         (loops.verify_loop, _tiles(_VERIFY)),
         (functools.partial(loops.verify_loop, kind="mosaic_gpu"), _MOSAIC),
     ],
     "recover": [(loops.recover_loop, _tiles(_RECOVER))],
-    "prefill": [(loops.prefill_loop, _tiles(_PREFILL))],
+    "prefill": [
+        (loops.prefill_loop, _tiles(_PREFILL)),
+        (functools.partial(loops.prefill_loop, kind="mosaic_gpu"), [Tile(columns=64), Tile(columns=128)]),
+    ],
     "conv": [(loops.conv_loop, [ConvTile(nodes=nodes, warps=warps) for nodes, warps in _CONV])],
 }
 

@@ -289,12 +289,13 @@ def decode_steps_loop(setup: Setup, batch: int) -> Loop:
     return Loop(step, carry, fixed, moved=3 * nbytes(carry[1]), launches=shape.layers + 1, timing=setup.timing)
 
 
-def prefill_loop(setup: Setup, batch: int, tokens: int, tile: Any = None) -> Loop:
-    """``gdn_prefill``, one layer a step."""
+def prefill_loop(setup: Setup, batch: int, tokens: int, tile: Any = None, kind: str = "triton") -> Loop:
+    """``gdn_prefill``, one layer a step; ``tile`` is one of the ``kind``."""
     q, k, v, log_decay, beta = inputs(setup.shape, batch, tokens)
     run = functools.partial(gdn_prefill, implementation=setup.implementation)
     if tile is not None:
-        run = functools.partial(kernel("gdn_prefill"), lengths=None, scale=setup.shape.dk**-0.5, chunk=64, tile=tile)
+        scale = setup.shape.dk**-0.5
+        run = functools.partial(kernel("gdn_prefill", kind), lengths=None, scale=scale, chunk=64, tile=tile)
 
     def step(carry: Any, fixed: Any) -> Any:
         q, k, log_decay, beta = fixed

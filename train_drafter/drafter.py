@@ -245,9 +245,11 @@ def train(
                     report(f"step {step}: {line}")
                 if evaluate:
                     params = jax.device_put(state["params"], jax.local_devices()[0])
+                    start = perf_counter()
                     found = evaluation(params | fixed)
                     log.write({"step": step, **found})
-                    report(f"step {step}: {', '.join(f'{k} {v}' for k, v in found.items() if not isinstance(v, list))}")
+                    figures = ", ".join(f"{k} {v}" for k, v in found.items() if not isinstance(v, list))
+                    report(f"step {step}: {figures}; in {perf_counter() - start:.1f} s")
                     if found[BEST] > best["best_length"]:
                         kept = jax.tree.map(jnp.copy, state["params"])
                         best = {"best_params": kept, "best_step": step, "best_length": found[BEST]}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -158,6 +159,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     claim_run(args.out, {**asdict(plan.config), **asdict(plan.training), **plan.settings})
+    start = perf_counter()
     documents = self_generated(
         data.train,
         plan.target,
@@ -171,6 +173,7 @@ def _run(args: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     if documents is not data.train:
+        print(f"with the target's own texts: {len(documents):,} documents, in {perf_counter() - start:.1f} s")
         rows = pack(documents, plan.training.length)
     sampler = RowSampler(rows, plan.training.batch, plan.training.seed)
     fixed = _vocabulary(plan, sampler, args.out)

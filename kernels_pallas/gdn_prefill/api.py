@@ -6,11 +6,15 @@ writes the state once a chunk.
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.gdn_prefill import reference, triton
+from kernels_pallas.gdn_prefill import mosaic_gpu, reference, triton
 from kernels_pallas.implementations import Implementation, choose
 from kernels_pallas.shapes import check_gdn_inputs, check_rows
 
-_IMPLEMENTATIONS = {"triton": triton.gdn_prefill, "reference": reference.gdn_prefill}
+_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.gdn_prefill,
+    "triton": triton.gdn_prefill,
+    "reference": reference.gdn_prefill,
+}
 
 
 def gdn_prefill(
@@ -38,8 +42,8 @@ def gdn_prefill(
         lengths: int32, 0 to T; None means T for every row. A row of length 0 keeps its state.
         scale: of the outputs; dk^-1/2 if None.
         chunk: tokens a step, 8, 16, 32, 64 or 128; a shorter prompt is one chunk of the next such size.
-        implementation: "triton" (bf16 q, k, v and a chunk of 64 on an NVIDIA GPU), "reference", or None for the best
-            one that can run here. Both are differentiable.
+        implementation: "mosaic_gpu" (bf16 q, k, v and a chunk of 64, on Hopper), "triton" (the same on any NVIDIA GPU),
+            "reference", or None for the best one that can run here. All are differentiable.
 
     Raises:
         ValueError: a shape or dtype does not fit, or the implementation cannot run.
@@ -48,5 +52,6 @@ def gdn_prefill(
     check_rows("lengths", lengths, q.shape[0])
     if chunk not in (8, 16, 32, 64, 128):
         raise ValueError(f"chunk must be 8, 16, 32, 64 or 128, got {chunk}")
-    run = choose("gdn_prefill", implementation, _IMPLEMENTATIONS, {"triton": triton.why_not(q, k, v, chunk)})
+    cannot = {"mosaic_gpu": mosaic_gpu.why_not(q, k, v, chunk), "triton": triton.why_not(q, k, v, chunk)}
+    run = choose("gdn_prefill", implementation, _IMPLEMENTATIONS, cannot)
     return run(q, k, v, log_decay, beta, state, lengths, q.shape[-1] ** -0.5 if scale is None else scale, chunk)

@@ -16,6 +16,13 @@ SCAN = {  # holds all of dk, as REVERSE does
     ),
 }
 
+MOSAIC = {  # the same walk, 64 columns a warpgroup
+    TUNED_ON: (
+        Rule(heads=32, tile=Tile(columns=64)),
+        Rule(tile=Tile(columns=128)),
+    ),
+}
+
 REVERSE = {
     TUNED_ON: (
         Rule(heads=8, tile=Tile(columns=16, warps=4)),

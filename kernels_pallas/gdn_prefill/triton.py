@@ -9,7 +9,7 @@ Limits: q, k, v in bf16 (fp32 ones would need six products in place of one, and 
 forward-mode derivative.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,13 +29,14 @@ _MOST = 2**31  # elements of an array: offsets inside the kernels are 32 bits
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What is fixed when a program is compiled."""
+    """What is fixed when a program is compiled; ``walk`` is another ``scan``, for where no gradient is wanted."""
 
     scale: float
     prepare: Tile
     scan: Tile
     reverse: Tile
     interpret: bool
+    walk: Callable[..., Scanned] | None
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk: int) -> str | None:
@@ -70,10 +71,12 @@ def gdn_prefill(
     reverse_tile: Tile | None = None,
     prepare_tile: Tile | None = None,
     interpret: bool = False,
+    walk: Callable[..., Scanned] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``api.gdn_prefill``; the arguments are already checked, and ``unsupported`` has nothing against them.
 
-    ``tile`` is the one of the forward walk along the chunks; ``interpret`` runs the kernels without a GPU.
+    ``tile`` is the one of the forward walk along the chunks; ``interpret`` runs the kernels without a GPU. ``walk``, a
+    function of the module, takes the place of ``forward.scan`` but where a gradient is asked for.
     """
     rows, tokens, value_heads, dv = v.shape
 
@@ -86,6 +89,7 @@ def gdn_prefill(
         scan=choose(tile, SCAN),
         reverse=choose(reverse_tile, REVERSE),
         interpret=interpret,
+        walk=walk,
     )
     lengths = jnp.full(rows, tokens, jnp.int32) if lengths is None else jnp.minimum(lengths, tokens)
     return _prefill(plan, q, k, v, log_decay, beta, state, lengths)
@@ -99,7 +103,10 @@ def _prefill(plan: _Plan, q, k, v, log_decay, beta, state, lengths) -> tuple[jax
 
 def _run(plan: _Plan, q, k, v, log_decay, beta, state, lengths, save: bool) -> tuple[Prepared, Scanned]:
     prepared = prepare(q, k, log_decay, beta, lengths, plan.scale, plan.prepare, plan.interpret)
-    return prepared, scan(q, k, v, beta, state, prepared, lengths, plan.scale, plan.scan, save, plan.interpret)
+    inputs = q, k, v, beta, state, prepared, lengths, plan.scale
+    if plan.walk is None or save:
+        return prepared, scan(*inputs, plan.scan, save, plan.interpret)
+    return prepared, plan.walk(*inputs, plan.interpret)
 
 
 def _forward(plan: _Plan, q, k, v, log_decay, beta, state, lengths):

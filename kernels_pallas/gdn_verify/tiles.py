@@ -7,14 +7,16 @@ of a Triton program with fewer warps, and several programs share a multiprocesso
 
 from kernels_pallas.tiles import TUNED_ON, Rule, Tile
 
-# Of a Mosaic GPU program only the columns (up to 64, or 128 or 256 in steps of 64) and the stages can be chosen.
+# A Mosaic GPU program has one warpgroup; its stages are those of narrow.py (16 and 32 columns) or wide.py.
 MOSAIC = {
     TUNED_ON: (
         Rule(heads=16, tile=Tile(columns=16, stages=2)),
-        Rule(nodes=32, heads=64, tile=Tile(columns=64)),
-        Rule(nodes=32, heads=128, tile=Tile(columns=128)),
-        Rule(nodes=32, tile=Tile(columns=256)),
-        Rule(tile=Tile(columns=32)),
+        Rule(nodes=16, heads=32, tile=Tile(columns=64, stages=16)),
+        Rule(nodes=16, heads=128, tile=Tile(columns=128, stages=5)),
+        Rule(nodes=16, tile=Tile(columns=256, stages=2)),
+        Rule(nodes=32, heads=64, tile=Tile(columns=64, stages=8)),
+        Rule(nodes=32, tile=Tile(columns=128, stages=3)),
+        Rule(tile=Tile(columns=64, stages=8)),
     ),
 }
 

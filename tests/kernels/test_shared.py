@@ -97,7 +97,8 @@ def test_implementation_names(op):
         return jax.eval_shape(lambda *args: function(*args, implementation=implementation), *args)
 
     assert shape(None) == shape("reference")
-    missing = "cannot run: it needs an NVIDIA GPU" if op == "gdn_verify" else f"is not written for {op} yet: {op} has"
+    written = op in ("gdn_verify", "gdn_prefill")
+    missing = "cannot run: it needs an NVIDIA GPU" if written else f"is not written for {op} yet: {op} has"
     with pytest.raises(ValueError, match=rf"'mosaic_gpu' (of {op} )?{missing}"):
         shape("mosaic_gpu")
     with pytest.raises(ValueError, match=r"'cuda' is unknown: .* has .*'reference', or None"):

@@ -20,8 +20,8 @@ SHIPPED = [
     for nodes in (1, 4, 8, 13, 16, 24, 32, 45, 61, 64)
     if rule.nodes == -1 or nodes <= rule.nodes
 ]
-NARROW, MIDDLE, WIDE = Tile(columns=16, stages=4), Tile(columns=32, stages=2), Tile(columns=64)
-IN_STEPS = Tile(columns=128, stages=2)
+NARROW, MIDDLE, WIDE = Tile(columns=16, stages=4), Tile(columns=32, stages=2), Tile(columns=64, stages=2)
+WIDER, WIDEST = Tile(columns=128, stages=5), Tile(columns=256, stages=3)
 needs_jax_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
 
 
@@ -54,7 +54,10 @@ def check(inputs: Inputs, truth: Inputs, parents, num_nodes=None, *, bound=4e-6,
 @needs_jax_0_11
 @pytest.mark.parametrize(
     ("nodes", "tile", "decay"),
-    [(1, NARROW, "mixed"), (5, WIDE, "none"), (16, NARROW, "mixed"), (32, MIDDLE, "none"), (43, MIDDLE, "mixed")],
+    [
+        *[(1, NARROW, "mixed"), (16, NARROW, "mixed"), (32, MIDDLE, "none"), (43, MIDDLE, "mixed")],
+        *[(5, WIDE, "none"), (16, WIDE, "mixed"), (32, WIDE, "mixed"), (43, WIDE, "none"), (64, WIDE, "mixed")],
+    ],
 )
 def test_against_float64(nodes, tile, decay):
     rng = np.random.default_rng(nodes)
@@ -63,16 +66,19 @@ def test_against_float64(nodes, tile, decay):
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("tile", "dv"), [(NARROW, 128), (MIDDLE, 128), (WIDE, 128), (IN_STEPS, 256)], ids=repr)
+@pytest.mark.parametrize(
+    ("tile", "dv"), [(NARROW, 128), (MIDDLE, 128), (WIDE, 128), (WIDER, 256), (WIDEST, 256)], ids=repr
+)
 def test_all_of_dk_and_grouped_heads(tile, dv):
-    """A ring of fewer stages than cuts of dk is filled again, and by every step of a program of many columns."""
+    """Fewer stages than there are cuts of dk; several programs of a head, and value heads that share a key head."""
     rng = np.random.default_rng(1)
     inputs, truth = rounded(random_inputs(rng, 1, 8, heads=1, value_heads=2, dk=256, dv=dv))
     check(inputs, truth, random_tree(rng, 8, 0.5)[None], tile=tile)
 
 
 @needs_jax_0_11
-def test_padding_is_not_looked_at():
+@pytest.mark.parametrize("tile", [NARROW, WIDE], ids=repr)
+def test_padding_is_not_looked_at(tile):
     """NaN behind ``num_nodes`` reaches nothing; a row may be all padding."""
     rng = np.random.default_rng(3)
     inputs, truth = rounded(random_inputs(rng, 3, 18, heads=1, value_heads=1, dk=64, dv=64))
@@ -83,7 +89,7 @@ def test_padding_is_not_looked_at():
         jnp.where(padding.reshape(*padding.shape, *[1] * (x.ndim - 2)), jnp.nan, x).astype(x.dtype)
         for x in inputs.args()[:5]
     ]
-    check(Inputs(*dirty, inputs.state), truth, parents, num_nodes, tile=WIDE)
+    check(Inputs(*dirty, inputs.state), truth, parents, num_nodes, tile=tile)
 
 
 @needs_jax_0_11
@@ -146,9 +152,9 @@ def test_what_is_unsupported():
 @needs_jax_0_11
 def test_a_tile_too_large_is_refused_before_it_is_compiled():
     rng = np.random.default_rng(9)
-    inputs = rounded(random_inputs(rng, 1, 61, heads=1, value_heads=1, dk=256, dv=64))[0]
+    inputs = rounded(random_inputs(rng, 1, 61, heads=1, value_heads=1, dk=256, dv=256))[0]
     with pytest.raises(ValueError, match=r"tile of gdn_verify must fit 232448 bytes .* use fewer columns"):
-        run(inputs, random_tree(rng, 61, 0)[None], tile=Tile(columns=64, stages=4))
+        run(inputs, random_tree(rng, 61, 0)[None], tile=Tile(columns=256, stages=4))
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="of older versions")
