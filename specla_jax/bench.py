@@ -33,7 +33,7 @@ from specla_jax.bench_report import (
     table,
 )
 from specla_jax.config import DraftConfig, SamplingConfig
-from specla_jax.decode import bundled_target
+from specla_jax.decode import bundled_drafter, bundled_target
 from specla_jax.drafters import get_drafter
 from specla_jax.errors import UserError
 from specla_jax.generate import DEFAULT_DRAFT, GenerationResult, Job, Method, bucket, prepare
@@ -199,17 +199,18 @@ def bench(args: argparse.Namespace, note: Callable[[str], None]) -> int:
         raise UserError(f"--seed must be 0 to {2**32 - 1}, got {args.seed}")
     for temperature in args.temperature:
         SamplingConfig(temperature=temperature)
-    drafts = _drafts(args)
+    drafter = args.drafter or (None if args.target else bundled_drafter())
+    drafts = _drafts(args, drafter)
     suites = {name: read_suite(name, args.suite_dir, args.prompts) for name in dict.fromkeys(args.suite)}
     folder = args.target or bundled_target()
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = load_target(folder, dtype=dtype)
     tasks = _tasks(suites, args, model)
     methods = {
-        name: (METHODS[name][0], get_drafter(METHODS[name][1] or args.drafter, draft, model), draft)
+        name: (METHODS[name][0], get_drafter(METHODS[name][1] or drafter, draft, model), draft)
         for name, draft in drafts.items()
     }
-    settings = _settings(args, folder, dtype, drafts)
+    settings = _settings(args, folder, drafter, dtype, drafts)
     records = Records.open(args.out, settings)
     runner = Bench(
         model=model,
@@ -258,15 +259,15 @@ def _measure(
     return [*parts, *_totals(parts, finished, names)]
 
 
-def _drafts(args: argparse.Namespace) -> dict[str, DraftConfig]:
+def _drafts(args: argparse.Namespace, drafter: Path | None) -> dict[str, DraftConfig]:
     """The methods asked for, ``ar`` first, and the size of their drafts: what was given, over the defaults."""
     names = args.methods
     if names is None:
-        names = ("ngram-chain", "ngram-tree") if args.drafter is None else ("ngram-chain", "chain", "tree")
+        names = ("ngram-chain", "ngram-tree") if drafter is None else ("ngram-chain", "chain", "tree")
     drafts = {}
     for name in dict.fromkeys(("ar", *names)):
-        method, drafter = METHODS[name]
-        if drafter is None and args.drafter is None:
+        method, own_drafter = METHODS[name]
+        if own_drafter is None and drafter is None:
             raise UserError(f"--methods {name} needs --drafter DIR; without one there are ngram-chain and ngram-tree")
         default = DEFAULT_DRAFT[method]
         depth = default.depth if method == "ar" or args.depth is None else args.depth
@@ -314,13 +315,15 @@ def _brief(name: str, row: Row) -> str:
     return f"{name} {row['accepted_length']:.2f} tokens a round, {row['tokens_per_second']:.1f} tokens/s"
 
 
-def _settings(args: argparse.Namespace, target: Path, dtype: str, drafts: dict[str, DraftConfig]) -> dict[str, Any]:
+def _settings(
+    args: argparse.Namespace, target: Path, drafter: Path | None, dtype: str, drafts: dict[str, DraftConfig]
+) -> dict[str, Any]:
     """What must be the same for records to stand in one table; suites, temperatures and prompts may be added."""
     return {
         "target": str(target.resolve()),
         "target files": stamp(target),
-        "drafter": None if args.drafter is None else str(args.drafter.resolve()),
-        "drafter files": None if args.drafter is None else stamp(args.drafter),
+        "drafter": None if drafter is None else str(drafter.resolve()),
+        "drafter files": None if drafter is None else stamp(drafter),
         "dtype": dtype,
         "batch_size": args.batch_size,
         "max_new_tokens": args.max_new_tokens,

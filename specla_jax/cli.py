@@ -71,7 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=Path, metavar="DIR", help="converted or fla folder; default: the bundled small model")
-    add("--drafter", default="ngram", metavar="DIR|ngram|none", help="default: ngram (prompt look-up)")
+    add(
+        "--drafter",
+        metavar="DIR|ngram|none",
+        help="default: ngram (prompt look-up) with --target, the bundled drafter without",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
     source.add_argument(
@@ -103,7 +107,12 @@ def _add_decode_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=Path, metavar="DIR", help="converted or fla folder; default: the bundled small model")
-    add("--drafter", type=Path, metavar="DIR", help="drafter folder, for the methods chain and tree")
+    add(
+        "--drafter",
+        type=Path,
+        metavar="DIR",
+        help="drafter folder, for the methods chain and tree; default: none with --target, the bundled one without",
+    )
     add("--suite", nargs="+", required=True, choices=("gsm8k", "humaneval", "spec-bench"), metavar="NAME")
     add(
         "--suite-dir",
@@ -127,7 +136,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=("ar", "ngram-chain", "ngram-tree", "chain", "tree"),
         metavar="NAME",
-        help="ar is always run; default: ngram-chain, and chain and tree with --drafter, ngram-tree without",
+        help="ar is always run; default: ngram-chain, and chain and tree with a drafter, ngram-tree without",
     )
     add("--depth", type=int, metavar="D", help="levels of a draft below the root; default: 7")
     add("--branch", type=int, metavar="K", help="children of a tree's node; default: 4")

@@ -22,6 +22,11 @@ def bundled_target() -> Path:
     return Path(__file__).parent / "bundled" / "gdn-small"
 
 
+def bundled_drafter() -> Path:
+    """Folder of the drafter of :func:`bundled_target`, which is used with it unless another is named."""
+    return Path(__file__).parent / "bundled" / "gdn-small-drafter"
+
+
 def decode(args: argparse.Namespace, note: Callable[[str], None]) -> int:
     """Runs the command; returns the exit status: 0, or 1 if ``--check-lossless`` found a difference."""
     from specla_jax.checkpoint import load_target
@@ -32,6 +37,7 @@ def decode(args: argparse.Namespace, note: Callable[[str], None]) -> int:
     )  # checked before a large model is loaded
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     folder = args.target or bundled_target()
+    drafter = args.drafter or ("ngram" if args.target else bundled_drafter())
     model = load_target(folder, dtype=dtype)
     tokenizer = load_tokenizer(folder)
     prompts = _prompt_ids(args, tokenizer, folder)
@@ -40,7 +46,7 @@ def decode(args: argparse.Namespace, note: Callable[[str], None]) -> int:
     else:
         stop_ids = parse_ids(args.stop_ids, "--stop-ids")
     options: dict[str, Any] = {
-        "drafter": args.drafter,
+        "drafter": drafter,
         "method": args.method,
         "max_new_tokens": args.max_new_tokens,
         **asdict(sampling),
@@ -65,7 +71,7 @@ def decode(args: argparse.Namespace, note: Callable[[str], None]) -> int:
                 print(json.dumps(_entry(prompt, result, row, tokenizer)), flush=True)
             elif not args.stream:
                 _show_text(start + row, prompt, result.tokens[row], tokenizer, len(prompts))
-        note(summary(result, f"{args.method}, {args.drafter}" if args.method != "ar" else "ar"))
+        note(summary(result, f"{args.method}, {args.drafter or Path(drafter).name}" if args.method != "ar" else "ar"))
         if args.check_lossless:
             status = max(status, _check(model, batch, result, options, sampling, note, start))
     return status

@@ -2,23 +2,31 @@
 
 from specla_jax.checkpoint import load_target
 from specla_jax.config import DraftConfig
-from specla_jax.decode import bundled_target, show_stream
-from specla_jax.generate import GenerationResult, Stream, stream
+from specla_jax.decode import bundled_drafter, bundled_target, show_stream
+from specla_jax.drafters import get_drafter
+from specla_jax.generate import GenerationResult, Method, Stream, stream
 from specla_jax.text import load_tokenizer
 
 PROMPTS = (
     "Question: Tom has 5 boxes of pencils with 8 pencils in each box. He gives 10 pencils to his sister. How many "
     "pencils does he have left?\nAnswer:",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+    "    def __add__(self, other):\n",
     "def read_lines(path):\n",
 )
-# A short chain: on a CPU every further node costs time, and prompt look-up is rarely right for longer.
-DRAFT = DraftConfig(depth=5, branch=1, nodes=6)
+# Few nodes and levels: on a CPU each of them costs time. A tree reaches as far as a chain of as many nodes with fewer
+# levels, because it does not stop at the first wrong guess.
+DRAFTS: dict[Method, DraftConfig] = {
+    "ar": DraftConfig(depth=0, nodes=1),
+    "chain": DraftConfig(depth=5, branch=1, nodes=6),
+    "tree": DraftConfig(depth=4, branch=3, nodes=6),
+}
 LENGTH = 96
+REPEATS = 3
 
 
 def demo() -> int:
-    """Streams three continuations drafted by prompt look-up, decodes them again without drafts and compares.
+    """Streams three continuations drafted as trees, then decodes them plain, as chains and as trees, and compares.
 
     Returns:
       The exit status: 0 if the texts are equal.
@@ -27,36 +35,36 @@ def demo() -> int:
     model = load_target(folder, dtype="float32")
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None  # the bundled folder has one
+    drafters = {method: get_drafter(bundled_drafter(), draft, model) for method, draft in DRAFTS.items()}
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     print(f"{folder.name}: {model.config.num_hidden_layers} layers, float32; compiling takes a moment\n", flush=True)
 
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    options = {"max_new_tokens": LENGTH, "stop_token_ids": model.config.eos_token_ids}
+    def start(ids: list[int], method: Method) -> Stream:
+        options = {"max_new_tokens": LENGTH, "stop_token_ids": model.config.eos_token_ids}
+        return stream(model, [ids], method=method, drafter=drafters[method], draft=DRAFTS[method], **options)
 
-    def drafted(ids: list[int]) -> Stream:
-        return stream(model, [ids], method="chain", draft=DRAFT, **options)
-
-    def plain(ids: list[int]) -> Stream:
-        return stream(model, [ids], method="ar", **options)
-
-    for pieces in (drafted(prompts[0]), plain(prompts[0])):
-        finish(pieces)  # the first run of a program is slower than all others
-
-    rows = []
     for ids in prompts:
-        rows.append((show_stream(drafted(ids), ids, tokenizer), finish(plain(ids))))
+        show_stream(start(ids, "tree"), ids, tokenizer)
         print("-" * 60)
 
-    print(
-        f"{'prompt':>6} {'tokens':>6} {'plain':>14} {'speculative':>14} {'speed-up':>8} {'accepted length':>15}  text"
-    )
-    for number, (fast, slow) in enumerate(rows, 1):
-        speeds = [len(result.tokens[0]) / result.log.seconds for result in (slow, fast)]
-        equal = fast.tokens == slow.tokens
-        print(
-            f"{number:>6} {len(fast.tokens[0]):>6} {speeds[0]:>8.1f} tok/s {speeds[1]:>8.1f} tok/s "
-            f"{speeds[1] / speeds[0]:>8.2f} {fast.accepted_length[0]:>15.2f}  {'equal' if equal else 'DIFFERENT'}"
-        )
-    return 0 if all(fast.tokens == slow.tokens for fast, slow in rows) else 1
+    print(f"{'prompt':>6}  {'method':6} {'nodes':>5} {'tokens':>6} {'tokens/s':>8} {'speed-up':>8} ", end="")
+    print(f"{'accepted length':>15}  text", flush=True)
+    status = 0
+    for number, ids in enumerate(prompts, 1):
+        runs = [{method: finish(start(ids, method)) for method in DRAFTS} for _ in range(REPEATS)]
+        results = {method: fastest([run[method] for run in runs]) for method in DRAFTS}
+        plain = results["ar"]
+        for method, result in results.items():
+            equal = result.tokens == plain.tokens
+            status = status if equal else 1
+            print(
+                f"{number:>6}  {method:6} {DRAFTS[method].nodes:>5} {len(result.tokens[0]):>6} "
+                f"{len(result.tokens[0]) / result.log.seconds:>8.1f} {plain.log.seconds / result.log.seconds:>8.2f} "
+                f"{result.accepted_length[0]:>15.2f}  {'equal' if equal else 'DIFFERENT'}",
+                flush=True,
+            )
+    print(f"\nar is plain decoding; times are the fastest of {REPEATS} runs, without compilation")
+    return status
 
 
 def finish(pieces: Stream) -> GenerationResult:
@@ -64,3 +72,8 @@ def finish(pieces: Stream) -> GenerationResult:
     for _ in pieces:
         pass
     return pieces.result
+
+
+def fastest(results: list[GenerationResult]) -> GenerationResult:
+    """The result that took the least time."""
+    return min(results, key=lambda result: result.log.seconds)

@@ -4,6 +4,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from specla_jax.config import DraftConfig
 from specla_jax.drafters.base import Accepted, Context, Drafter
 from specla_jax.drafters.eagle import EagleCarry, EagleDrafter
@@ -59,5 +62,7 @@ def get_drafter(
     if not Path(spec).is_dir():
         raise UserError(f"drafter must be 'none', 'ngram' or a drafter folder, and {str(spec)!r} is no folder")
     config, weights = load_drafter(Path(spec), target)
+    if target.dtype == "float32":  # widened once, not in every round
+        weights = jax.tree.map(lambda x: x.astype("float32") if jnp.issubdtype(x.dtype, jnp.floating) else x, weights)
     drafter = EagleDrafter(draft=draft, config=config, dtype=target.dtype)
     return drafter, drafter.bind(weights, target.params)
