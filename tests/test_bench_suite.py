@@ -261,7 +261,7 @@ ALL = ["--suite", "gsm8k", "humaneval", "spec-bench"]
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Replaces decoding by made-up counts; lists what was asked for."""
+    """Replaces decoding by made-up counts, and draws nothing; lists what was asked for."""
     asked = []
 
     def run(self, suite: str, temperature: float, batch: list[Task]) -> Record:
@@ -271,6 +271,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
         return replace(made, suite=suite, temperature=temperature, key=specla_jax.bench.batch_key(batch))
 
     monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(specla_jax.bench, "plot", lambda parts, path, title: path.touch())
     return asked
 
 

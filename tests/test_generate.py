@@ -15,8 +15,7 @@ CHAIN = DraftConfig(depth=DEPTH, branch=1, nodes=DEPTH + 1)
 TREE = DraftConfig(depth=DEPTH, branch=3, nodes=16)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_greedy_tokens_by_every_method(reference: Reference, batch: int) -> None:
+def by_every_method(reference: Reference, batch: int) -> None:
     prompts, greedy = reference.prompts[:batch], reference.greedy[:batch]
     for method, draft in (("ar", None), ("chain", CHAIN), ("tree", TREE)):
         result = generate(reference.model, prompts, method=method, draft=draft, max_new_tokens=64)
@@ -28,8 +27,7 @@ def test_greedy_tokens_by_every_method(reference: Reference, batch: int) -> None
             assert sum(result.accepted_at_depth[row]) == result.accepted[row] <= result.drafted[row]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_greedy_tokens_at_every_accepted_length(reference: Reference, batch: int) -> None:
+def at_every_accepted_length(reference: Reference, batch: int) -> None:
     prompts, greedy = reference.prompts[:batch], reference.greedy[:batch]
     chain, tree = ScriptedDrafter(draft=CHAIN), ScriptedDrafter(draft=TREE)
     for right in range(DEPTH + 1):
@@ -42,6 +40,20 @@ def test_greedy_tokens_at_every_accepted_length(reference: Reference, batch: int
         result = generate(reference.model, prompts, method="tree", drafter=(tree, script), max_new_tokens=64)
         assert result.tokens == greedy, f"tree, {right} accepted"
         assert result.rounds == [-(-64 // (right + 1))] * batch
+
+
+def test_greedy_tokens_by_every_method(reference: Reference) -> None:
+    by_every_method(reference, 2)
+
+
+def test_greedy_tokens_at_every_accepted_length(reference: Reference) -> None:
+    at_every_accepted_length(reference, 2)
+
+
+def test_greedy_tokens_of_one_row(base: Reference) -> None:
+    """A batch of one is a matter of the loop, not of the checkpoint."""
+    by_every_method(base, 1)
+    at_every_accepted_length(base, 1)
 
 
 def test_accepted_length_may_change_every_round(base: Reference) -> None:

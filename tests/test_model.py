@@ -1,6 +1,7 @@
 """The target against the reference implementation, and against itself under padding and splitting."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,25 @@ from specla_jax.model import GatedDeltaNetLM
 from specla_jax.state import RecurrentState, recover
 
 
+@partial(jax.jit, static_argnums=0)
+def run_prefill(model: GatedDeltaNetLM, params, tokens, lengths, state):
+    hidden, _, state = model.apply({"params": params}, tokens, lengths, state, method="prefill")
+    return model.apply({"params": params}, hidden, method="head"), state
+
+
+@partial(jax.jit, static_argnums=0)
+def run_verify(model: GatedDeltaNetLM, params, tokens, parents, num_nodes, state):
+    return model.apply({"params": params}, tokens, parents, num_nodes, state, method="verify")
+
+
 def prefill(reference: Reference, tokens, lengths, state=None):
-    """Logits at every position and the state, through one jitted function."""
+    """Logits at every position and the state, by one program for all tokens of one shape."""
     model = GatedDeltaNetLM(reference.model.config)
-
-    @jax.jit
-    def run(params, tokens, lengths, state):
-        hidden, _, state = model.apply({"params": params}, tokens, lengths, state, method="prefill")
-        return model.apply({"params": params}, hidden, method="head"), state
-
     if state is None:
         state = RecurrentState.zeros(reference.model.config, len(tokens), "float32")
-    return run(reference.model.params, jnp.asarray(tokens), None if lengths is None else jnp.asarray(lengths), state)
+    lengths = None if lengths is None else np.asarray(lengths)
+    tokens = np.array(tokens)  # a copy: the caller may write over its own while the program reads
+    return run_prefill(model, reference.model.params, tokens, lengths, state)
 
 
 def test_logits_and_states_of_the_reference(reference: Reference) -> None:
@@ -80,14 +88,13 @@ def test_verification_continues_a_filled_state(base: Reference) -> None:
     model = GatedDeltaNetLM(base.model.config)
     parents = jnp.broadcast_to(jnp.arange(5) - 1, (2, 5))
     nodes = jnp.full(2, 5)
-    logits, _, factors = model.apply(
-        {"params": base.model.params}, ids[:, 20:25], parents, nodes, state, method="verify"
-    )
+    logits, _, factors = run_verify(model, base.model.params, ids[:, 20:25], parents, nodes, state)
     np.testing.assert_allclose(logits, expected_logits[:, 20:], atol=2e-4)
-    recovered = recover(state, factors, parents, nodes - 1)
+    fold = jax.jit(recover)
+    recovered = fold(state, factors, parents, nodes - 1)
     np.testing.assert_allclose(recovered.S, expected.S, atol=1e-5)
     np.testing.assert_allclose(recovered.conv, expected.conv, atol=1e-5)
-    untouched = recover(state, factors, parents, jnp.full(2, -1))
+    untouched = fold(state, factors, parents, jnp.full(2, -1))
     np.testing.assert_array_equal(untouched.S, state.S)
     np.testing.assert_array_equal(untouched.conv, state.conv)
 
@@ -98,7 +105,7 @@ def test_bfloat16_keeps_state_factors_and_logits_in_float32() -> None:
     state = RecurrentState.zeros(model.config, 2, "bfloat16")
     tokens, nodes = jnp.ones((2, 4), jnp.int32), jnp.full(2, 4)
     parents = jnp.broadcast_to(jnp.arange(4) - 1, (2, 4))
-    logits, features, factors = network.apply({"params": model.params}, tokens, parents, nodes, state, method="verify")
+    logits, features, factors = run_verify(network, model.params, tokens, parents, nodes, state)
     assert logits.dtype == state.S.dtype == factors.delta.value.dtype == factors.delta.log_decay.dtype == jnp.float32
     assert features.dtype == state.conv.dtype == factors.conv.dtype == factors.delta.key.dtype == jnp.bfloat16
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
@@ -106,7 +113,7 @@ def test_bfloat16_keeps_state_factors_and_logits_in_float32() -> None:
         assert leaf.dtype == (jnp.float32 if gate else jnp.bfloat16), path
     # And bfloat16 stays near float32.
     exact = load_target(GDN / "bf16", dtype="float32")
-    expected = GatedDeltaNetLM(exact.config).apply({"params": exact.params}, tokens)
+    expected = jax.jit(GatedDeltaNetLM(exact.config).apply)({"params": exact.params}, tokens)
     assert float(jnp.abs(logits - expected).max()) < 0.3
 
 
@@ -124,7 +131,7 @@ def test_gradients_are_finite_with_padding(base: Reference) -> None:
 
 def test_initial_parameters_have_the_checkpoints_layout(reference: Reference) -> None:
     config = reference.model.config
-    made = GatedDeltaNetLM(config).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    made = jax.eval_shape(GatedDeltaNetLM(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     assert jax.tree.structure(made) == jax.tree.structure(reference.model.params)
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, reference.model.params)
     assert len(parameter_shapes(config)) == len(jax.tree.leaves(made))

@@ -77,8 +77,7 @@ def test_coins_depend_on_seed_position_and_token_alone() -> None:
     assert len(np.unique(np.asarray(together))) == together.size
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_one_seed_gives_one_text(reference: Reference, batch: int) -> None:
+def one_text(reference: Reference, batch: int) -> None:
     """The same tokens by every method, alone and in a batch, in any order, at every temperature, with all filters."""
     prompts = [reference.prompts[0], reference.prompts[1], reference.prompts[0][:11]][:batch]
     seeds = [17, 4, 17][:batch]
@@ -105,6 +104,14 @@ def test_one_seed_gives_one_text(reference: Reference, batch: int) -> None:
             assert alone == plain[:1]
         texts.append(plain)
     assert texts[0] != texts[1] != texts[2]
+
+
+def test_one_seed_gives_one_text(reference: Reference) -> None:
+    one_text(reference, 3)
+
+
+def test_one_seed_gives_one_text_to_a_batch_of_one(base: Reference) -> None:
+    one_text(base, 1)
 
 
 def test_drafts_are_accepted_at_high_temperature_without_changing_the_text(base: Reference) -> None:
@@ -135,7 +142,7 @@ def tiny_target() -> Target:
         intermediate_size=16, conv_size=2,
     )  # fmt: skip
     model = GatedDeltaNetLM(config)
-    params = model.init(jax.random.key(1), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 1), jnp.int32))["params"]
     params["lm_head"]["kernel"] = 0.3 * jax.random.normal(jax.random.key(2), (16, 8))
     params["embeddings"]["embedding"] = jax.random.normal(jax.random.key(3), (8, 16))
     assert {"embeddings", "layers_0", "norm", "lm_head"} == set(params)
@@ -143,15 +150,16 @@ def tiny_target() -> Target:
     return Target(config=config, params=params, dtype="float32", path=None)
 
 
-PROMPT, LENGTH, DRAWS, ROWS = [1, 6], 3, 200_000, 20_000
+# So many draws are within 0.005 of their distribution.
+PROMPT, LENGTH, DRAWS, ROWS = [1, 6], 3, 60_000, 20_000
 
 
 def exact_marginals(model: Target, config: SamplingConfig) -> np.ndarray:
     """Distribution of each of the first tokens after PROMPT, by summing over all continuations."""
-    network = GatedDeltaNetLM(model.config)
+    network = jax.jit(GatedDeltaNetLM(model.config).apply)
     texts, weights, marginals = [PROMPT], np.ones(1), []
     for _ in range(LENGTH):
-        logits = np.asarray(network.apply({"params": model.params}, jnp.asarray(texts))[:, -1], np.float64)
+        logits = np.asarray(network({"params": model.params}, np.asarray(texts)), np.float64)[:, -1]
         p = weights[:, None] * np.stack([filtered_probabilities(row, config) for row in logits])
         marginals.append(p.sum(0))
         texts = [[*text, token] for text in texts for token in range(8)]

@@ -18,7 +18,7 @@ from train_drafter.target import logits, token_losses
 CONFIG = TargetConfig(
     vocab_size=50,
     hidden_size=48,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_heads=2,
     num_v_heads=4,
     head_dim=16,
@@ -28,9 +28,10 @@ CONFIG = TargetConfig(
 WINDOWS = np.random.default_rng(0).integers(0, 50, (2, 90)).astype(np.int32)
 
 
-def setup(dtype: str, **changes):
-    model = GatedDeltaNetLM(replace(CONFIG, **changes), dtype)
-    return model, jax.jit(model.init)(jax.random.key(1), WINDOWS[:, :8])["params"]
+def setup(**changes):
+    """The model in float32 and in bf16, and parameters, which are the same for both."""
+    model, narrow = (GatedDeltaNetLM(replace(CONFIG, **changes), dtype) for dtype in ("float32", "bfloat16"))
+    return model, narrow, jax.jit(model.init)(jax.random.key(1), WINDOWS[:, :8])["params"]
 
 
 def error(one, other) -> float:
@@ -44,8 +45,7 @@ def error(one, other) -> float:
 )
 def test_logits_are_those_of_the_model(changes):
     """In float32 the same, in bf16 as near to them as the model's own."""
-    model, params = setup("float32", **changes)
-    narrow, _ = setup("bfloat16", **changes)
+    model, narrow, params = setup(**changes)
 
     def run(function):
         return np.asarray(jax.jit(function)(params))
@@ -58,8 +58,7 @@ def test_logits_are_those_of_the_model(changes):
 
 def test_gradient_in_bf16_is_that_in_float32():
     """As near to it as what automatic differentiation makes of the model in bf16."""
-    model, params = setup("float32")
-    narrow, _ = setup("bfloat16")
+    model, narrow, params = setup()
 
     def own_losses(p):
         return optax.softmax_cross_entropy_with_integer_labels(
@@ -76,7 +75,7 @@ def test_gradient_in_bf16_is_that_in_float32():
 
 def test_bf16_projections_have_bf16_gradients():
     """A product of a float32 gradient and a widened operand runs at a third of the speed on a GPU."""
-    narrow, params = setup("bfloat16")
+    _, narrow, params = setup()
     loss = jax.grad(lambda p: token_losses(narrow, p, WINDOWS).mean())
     text = jax.jit(loss).lower(params).as_text()
     products = re.findall(r"dot_general.*: \((.*), (.*)\) -> ", text)

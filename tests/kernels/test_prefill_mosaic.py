@@ -41,10 +41,12 @@ def prefill(q, k, v, log_decay, beta, state, lengths=None, tile=ONE, interpret=T
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("dk", "dv", "decay"), [(64, 128, "mixed"), (128, 64, "none")])
-def test_ragged_lengths(dk, dv, decay):
-    """Around the chunk edges, more chunks than fit shared memory, and NaN as padding; value heads share a key head."""
-    lengths = np.array([0, 64, 190], np.int32)
+@pytest.mark.parametrize(
+    ("dk", "dv", "decay", "lengths"), [(64, 128, "mixed", (0, 70, 190)), (128, 64, "none", (64, 1, 190))]
+)
+def test_ragged_lengths(dk, dv, decay, lengths):
+    """At and inside chunks, more chunks than fit shared memory, and NaN as padding; value heads share a key head."""
+    lengths = np.array(lengths, np.int32)
     inputs = random_inputs(np.random.default_rng(0), 3, 190, heads=1, value_heads=2, dk=dk, dv=dv, decay=decay)
     inputs = narrowed(inputs)
     padding = (np.arange(190) >= lengths[:, None])[..., None, None]
@@ -53,7 +55,8 @@ def test_ragged_lengths(dk, dv, decay):
     o, state = prefill(*arguments(replace(inputs, **loud)), lengths)
     assert o.dtype == jnp.bfloat16
     check(inputs, o, state, lengths)
-    np.testing.assert_array_equal(state[0], inputs.state[0])
+    if not lengths[0]:
+        np.testing.assert_array_equal(state[0], inputs.state[0])
 
 
 @needs_jax_0_11

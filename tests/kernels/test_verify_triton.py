@@ -21,29 +21,34 @@ TILES = sorted({rule.tile for rule in RULES}, key=repr)
 SMALL = Tile(columns=16, rows=16, warps=1, stages=1)
 
 
+@functools.partial(jax.jit, static_argnames=("layer", "tile", "interpret"))
+def verify(*args, layer, tile, interpret):
+    scale = args[0].shape[-1] ** -0.5
+    return triton.gdn_verify(*args, scale=scale, layer=layer, tile=tile, interpret=interpret)
+
+
 def run(inputs: Inputs, parents, num_nodes=None, *, interpret=True, tile=SMALL, layer=None):
-    scale = inputs.q.shape[-1] ** -0.5
-    op = functools.partial(triton.gdn_verify, scale=scale, layer=layer, tile=tile, interpret=interpret)
-    o, factors = jax.jit(op)(*map(jnp.asarray, inputs.args()), jnp.asarray(parents), num_nodes)
-    return np.asarray(o.astype(jnp.float32)), factors
+    o, factors = verify(*inputs.args(), parents, num_nodes, layer=layer, tile=tile, interpret=interpret)
+    # NumPy from here on: what JAX does with an array outside jit is a program of its own for every shape.
+    return np.asarray(o).astype(np.float32), jax.tree.map(np.asarray, factors)
+
+
+recover = jax.jit(functools.partial(gdn_recover, implementation="reference"))
 
 
 def check(inputs: Inputs, truth: Inputs, parents, num_nodes=None, *, bound=1e-6, o_bound=1e-6, **how):
     """Outputs, u and the state recovered at the last node of each row, against the float64 recurrence."""
     o, factors = run(inputs, parents, num_nodes, **how)
-    last = jnp.asarray((parents.shape[1] if num_nodes is None else np.asarray(num_nodes)) - np.ones(len(parents)))
-    states = gdn_recover(
-        jnp.asarray(truth.state), factors, jnp.asarray(parents), last.astype(jnp.int32), implementation="reference"
-    )
-    for b in range(len(parents)):
-        nodes = int(last[b]) + 1
+    counts = np.full(len(parents), parents.shape[1]) if num_nodes is None else num_nodes
+    states = np.asarray(recover(truth.state, factors, parents, (counts - 1).astype(np.int32)))
+    for b, nodes in enumerate(counts.tolist()):
         if nodes:
             wanted_o, wanted_states, wanted_u = run_tree(truth, parents[b], b, nodes)
             assert error(o[b, :nodes], wanted_o) < o_bound
             assert error(factors.value[b, :nodes], wanted_u) < bound
             assert error(states[b], wanted_states[-1]) < bound
         for padding in (o[b, nodes:], *(x[b, nodes:] for x in jax.tree.leaves(factors))):
-            assert not np.asarray(padding.astype(jnp.float32)).any()
+            assert not padding.any()
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 16, 17, 33, 64])
