@@ -50,7 +50,7 @@ class DrafterTraining:
       eval_every: steps between evaluations by decoding, each followed by a checkpoint.
       eval_prompts, eval_tokens: held-out prompts decoded there and new tokens of each.
       dtype: of the computation, the target's included.
-      seed: of the initial weights, the order of the rows and the sampled texts.
+      seed: of the initial weights, the order of the rows and the texts that the target writes.
     """
 
     steps: int

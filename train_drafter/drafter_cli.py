@@ -31,10 +31,10 @@ from train_drafter.plots import plot_run
 from train_drafter.target import check_out, claim_run, read_metrics
 
 _SHAPE = ("window", "draft_vocab_size", "feature_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-_LONGEST_PROMPT = 128
+LONGEST_PROMPT = 128  # tokens of prompts, for the target's own texts and for evaluation
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as one line."""
 
     def error(self, message: str) -> Any:
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 def parser(prog: str = "specla train-drafter") -> argparse.ArgumentParser:
     """The arguments of the command."""
     default = {field.name: field.default for field in fields(DrafterTraining)}
-    p = _Parser(
+    p = Parser(
         prog=prog,
         description="Train an EAGLE drafter for a frozen target. The same command goes on where an interrupted run "
         "stopped. OUT/drafter is for 'specla decode --drafter'.",
@@ -107,7 +107,7 @@ def parser(prog: str = "specla train-drafter") -> argparse.ArgumentParser:
     option(run, "eval-every", int, "steps between evaluations by decoding and checkpoints")
     option(run, "eval-prompts", int, "held-out prompts decoded there")
     option(run, "eval-tokens", int, "new tokens of each")
-    option(run, "seed", int, "of weights, order and sampled texts")
+    option(run, "seed", int, "of weights, order and the target's own texts")
     run.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the computation; default: bfloat16 on an accelerator"
     )
@@ -165,7 +165,7 @@ def _run(args: argparse.Namespace) -> int:
         plan.target,
         args.out / "data",
         share=args.self_generated,
-        longest_prompt=_LONGEST_PROMPT,
+        longest_prompt=LONGEST_PROMPT,
         new_tokens=args.generated_tokens,
         temperature=args.generated_temperature,
         seed=plan.training.seed,
@@ -177,8 +177,9 @@ def _run(args: argparse.Namespace) -> int:
         rows = pack(documents, plan.training.length)
     sampler = RowSampler(rows, plan.training.batch, plan.training.seed)
     fixed = _vocabulary(plan, sampler, args.out)
-    prompts = prompts_of(data.held_out, plan.training.eval_prompts, _LONGEST_PROMPT)
-    evaluation = Evaluation(plan.target, plan.config, prompts, plan.training.eval_tokens, plan.training.seed)
+    prompts = prompts_of(data.held_out, plan.training.eval_prompts, LONGEST_PROMPT)
+    # Not with the seed of the run: the texts decoded are those of every other run on the data.
+    evaluation = Evaluation(plan.target, plan.config, prompts, plan.training.eval_tokens)
     result = train(
         plan.target,
         plan.config,

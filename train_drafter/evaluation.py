@@ -85,8 +85,11 @@ class Evaluation:
                     report["predicted_accepted_length_chain_t0"] = round(predicted, 4)
         return report
 
-    def decode(self, params: Params, method: Method, temperature: float) -> GenerationResult:
-        drafter = EagleDrafter(draft=DRAFTS[method], config=self.config, dtype=self.target.dtype)
+    def decode(
+        self, params: Params, method: Method, temperature: float, draft: DraftConfig | None = None
+    ) -> GenerationResult:
+        """The texts, by drafts of the size ``draft``; None for that of :data:`DRAFTS`."""
+        drafter = EagleDrafter(draft=draft or DRAFTS[method], config=self.config, dtype=self.target.dtype)
         bound, config = drafter.bind(params, self.target.params), self.target.config
         if self.confidence is not None:
             bound["temperature"] = jnp.float32(self.confidence)

@@ -1,5 +1,6 @@
 """Training documents written by the target itself: its continuations in place of the rest of a document."""
 
+import fcntl
 import hashlib
 import json
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def self_generated(
 
     A document gives one prompt, its beginning; a long one gives one for every ``longest_prompt + new_tokens`` of its
     tokens. What was learned of a prompt still is, and all of the continuation. The texts are kept in ``folder`` and
-    read from there the next time.
+    read from there the next time; runs may share it, at the same time too.
 
     Args:
       share: of the documents, 0 to 1; which ones depends on ``seed``.
@@ -55,14 +56,16 @@ def self_generated(
     recipe += [share, longest_prompt, new_tokens, temperature, seed]
     name = "generated-" + hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
     done = folder / f"{name}.json"
-    if not done.is_file():
-        stretch = longest_prompt + new_tokens
-        prompts = [prompt for i in chosen.tolist() for prompt in _prompts(*documents[i], longest_prompt, stretch)]
-        texts = _continue(target, [tokens for tokens, _ in prompts], new_tokens, temperature, seed, progress)
-        pairs = ((ids + text, learned + [True] * len(text)) for (ids, learned), text in zip(prompts, texts))
-        folder.mkdir(parents=True, exist_ok=True)
-        Documents.of(pairs).save(folder, name)
-        done.write_text(json.dumps(recipe) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # runs that share the folder wait for the first one to write the texts
+        if not done.is_file():
+            stretch = longest_prompt + new_tokens
+            prompts = [prompt for i in chosen.tolist() for prompt in _prompts(*documents[i], longest_prompt, stretch)]
+            texts = _continue(target, [tokens for tokens, _ in prompts], new_tokens, temperature, seed, progress)
+            pairs = ((ids + text, learned + [True] * len(text)) for (ids, learned), text in zip(prompts, texts))
+            Documents.of(pairs).save(folder, name)
+            done.write_text(json.dumps(recipe) + "\n")
     replaced = set(chosen.tolist())
     kept = (document for i, document in enumerate(documents) if i not in replaced)
     return Documents.of([*kept, *Documents.load(folder, name)])

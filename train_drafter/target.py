@@ -35,6 +35,7 @@ Carry = dict[str, Any]  # everything a checkpoint holds; see init_carry
 _DECAYED = ("in_proj", "o_proj", "gate_up_proj", "down_proj", "embeddings", "lm_head")
 _SAVED = "projection"  # results that the gradient keeps rather than computes again
 _QUICK_WINDOWS = 128  # held-out windows a source, while training
+_BEFORE = ("data", "data.partial", "locks")  # what a folder may hold before it is that of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +256,7 @@ class TrainingResult:
 
 
 def check_out(out: Path) -> None:
-    """Checks that ``out`` is absent, empty (prepared data aside) or the folder of a run.
+    """Checks that ``out`` is absent, empty (prepared data and locks aside) or the folder of a run.
 
     Raises:
       UserError: it is a file, or holds something else.
@@ -263,7 +264,7 @@ def check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file, not a folder")
     holds_run = (out / "run.json").is_file()
-    if out.is_dir() and not holds_run and any(path.name not in ("data", "data.partial") for path in out.iterdir()):
+    if out.is_dir() and not holds_run and any(path.name not in _BEFORE for path in out.iterdir()):
         raise UserError(f"--out {out} is not empty and holds no run; choose another folder")
 
 
