@@ -97,6 +97,7 @@ def _continue(
     texts: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     size = min(_ROWS, len(order))
+    longest = max(2, *map(len, prompts)) - 1  # one length of the prefill, so one program
     for first in tqdm(range(0, len(order), size), disable=not progress, unit="batch", desc="self-generated"):
         rows = order[first : first + size]
         padded = rows + rows[:1] * (size - len(rows))  # one batch size, so one program
@@ -104,6 +105,7 @@ def _continue(
             target,
             [prompts[i] for i in padded],
             method="ar",
+            prefill_length=longest,
             max_new_tokens=new_tokens,
             temperature=temperature,
             seed=[(seed + i) % 2**32 for i in padded],
