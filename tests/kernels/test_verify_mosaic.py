@@ -33,7 +33,7 @@ def run(inputs: Inputs, parents, num_nodes=None, *, tile=None, layer=None, inter
 
 
 def check(inputs: Inputs, truth: Inputs, parents, num_nodes=None, *, bound=4e-6, **how):
-    """Outputs, u and the path sums of each row against float64; o is rounded to bf16, the state misses 2^-18."""
+    """Outputs, u and the path sums of each row against float64; o is rounded to bf16, the state misses 2^-16."""
     o, factors = run(inputs, parents, num_nodes, **how)
     for b in range(len(parents)):
         nodes = parents.shape[1] if num_nodes is None else int(num_nodes[b])
