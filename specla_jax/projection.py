@@ -1,4 +1,4 @@
-"""Products of activations with weights: of few rows, and with gradients as narrow as the activations."""
+"""Products of activations with weights: of a single row, and with gradients as narrow as the activations."""
 
 import math
 from functools import partial
@@ -8,20 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-FEWEST = 8  # rows of a product on a GPU
+ROWS = 8  # in place of one
 
 
 def dot(x: Float[Array, "*n i"], kernel: Float[Array, "i j"], **options: Any) -> Float[Array, "*n j"]:
-    """``jnp.dot(x, kernel, **options)``; on a GPU fewer than 8 rows are filled up to 8.
+    """``jnp.dot(x, kernel, **options)``; on a GPU a single row goes as the first of 8.
 
-    A single row XLA may multiply element by element, and write all i x j products as float32 before it adds them up:
-    16 MB for a 2048 x 2048 layer, twice the weights.
+    Alone, XLA may multiply it element by element and write all i x j products as float32 before it adds them up: 16 MB
+    for a 2048 x 2048 layer, twice the weights.
     """
-    rows = math.prod(x.shape[:-1])
-    if rows >= FEWEST or jax.default_backend() != "gpu":
+    if math.prod(x.shape[:-1]) != 1 or jax.default_backend() != "gpu":
         return jnp.dot(x, kernel, **options)
-    filled = jnp.pad(x.reshape(rows, x.shape[-1]), ((0, FEWEST - rows), (0, 0)))
-    return jnp.dot(filled, kernel, **options)[:rows].reshape(*x.shape[:-1], kernel.shape[-1])
+    rows = jnp.pad(x.reshape(1, x.shape[-1]), ((0, ROWS - 1), (0, 0)))
+    return jnp.dot(rows, kernel, **options)[:1].reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
