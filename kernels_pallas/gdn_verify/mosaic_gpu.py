@@ -274,9 +274,10 @@ def _kernel(
     weight = zero
     for m in row_blocks:
         similar = mosaic.product([(kq_smem.at[pl.ds(m, BLOCK)], kq_smem.at[pl.ds(0, block)].T)])
-        gain = jnp.where(iota(0) >= block - m, zero + scale, across(beta))
-        weight = jnp.where(reach, gain * decay * similar, zero)
-        if m == 0:  # its diagonal is not looked at
+        query = iota(0) >= block - m
+        gain = jnp.where(query, zero + scale, across(beta))
+        weight = jnp.where(reach & (query | ~itself), gain * decay * similar, zero)  # u of a node does not enter itself
+        if m == 0:
             m_smem[...] = weight
     tree = Tree(m_smem, weight, beta, jnp.exp(coarse_sum + fine_sum), real)
     out = tuple(ref.at[b, :, h] for ref in (o_ref, u_ref))

@@ -11,7 +11,7 @@ from kernels_pallas.tiles import TUNED_ON, Rule, Tile
 MOSAIC = {
     TUNED_ON: (
         Rule(heads=16, tile=Tile(columns=16, stages=2)),
-        Rule(nodes=16, heads=32, tile=Tile(columns=64, stages=16)),
+        Rule(nodes=16, heads=64, tile=Tile(columns=64, stages=8)),
         Rule(nodes=16, heads=128, tile=Tile(columns=128, stages=5)),
         Rule(nodes=16, tile=Tile(columns=256, stages=2)),
         Rule(nodes=32, heads=64, tile=Tile(columns=64, stages=8)),
