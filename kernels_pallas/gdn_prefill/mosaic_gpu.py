@@ -81,6 +81,7 @@ def shared_bytes(tile: Tile, dk: int) -> int:
     return STAGES * (2 * CHUNK * (2 * dk + 3 * CHUNK + tile.columns) + 4 * 3 * CHUNK * groups) + 1024
 
 
+@functools.partial(jax.jit, static_argnames=("groups", "scale", "interpret"))  # lowered once for all layers
 def _scan(
     groups: int,
     q: jax.Array,

@@ -101,7 +101,6 @@ def _prefill(plan: _Plan, q, k, v, log_decay, beta, state, lengths) -> tuple[jax
     return scanned.o, scanned.state
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="save")  # lowered once for all layers
 def _run(plan: _Plan, q, k, v, log_decay, beta, state, lengths, save: bool) -> tuple[Prepared, Scanned]:
     prepared = prepare(q, k, log_decay, beta, lengths, plan.scale, plan.prepare, plan.interpret)
     inputs = q, k, v, beta, state, prepared, lengths, plan.scale
