@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -52,19 +51,6 @@ def load(ref, layout, optimized: bool = False) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyrefly: ignore[missing-argument]
 
 
-def split(x: jax.Array, parts: int) -> list[jax.Array]:
-    """bf16 parts of fp32, largest first; two miss at most 2^-16 of x, three nothing.
-
-    By cutting bits: a compiler may drop a conversion there and back as excess precision, never a mask.
-    """
-    found = []
-    for _ in range(parts - 1):
-        head = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(2**16), jnp.float32)
-        found.append(head.astype(jnp.bfloat16))
-        x = x - head
-    return [*found, x.astype(jnp.bfloat16)]
-
-
 def meet() -> None:
     """A barrier of the warpgroup, for what plain stores hand to plain loads.
 
@@ -92,6 +78,22 @@ def spread(size: int):
         lane_dims=(-2,) if lanes == 32 else (-2, plgpu.Replicated(32 // lanes)),
         vector_dim=-1,
     )
+
+
+def holds(size: int, interpret: bool):
+    """Whether the own warp is the first of those that hold the same numbers of a vector ``spread`` over the threads."""
+    if interpret:
+        return True
+    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=scalar)
+    def warp(_):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+
+        return mgpu.FragmentedArray.splat(utils.warp_idx(), (), is_signed=True)
+
+    return warp() % (2 if size % 64 == 0 else 4) == 0
 
 
 def pieces(rows: int, columns: int, vector: int):

@@ -10,24 +10,7 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from kernels_pallas.implementations import no_gpu
-
-_HIGH_HALF = -(2**16)  # the bits of an fp32 number that a bf16 keeps
-
-
-def split(x: jax.Array) -> tuple[jax.Array, ...]:
-    """bf16 parts whose sum is ``x``: ``x`` itself if it is bf16, else three, the largest first.
-
-    By cutting bits rather than rounding: a compiler may drop the rounding as excess precision, never a mask.
-    """
-    if x.dtype == jnp.bfloat16:
-        return (x,)
-    x = x.astype(jnp.float32)
-    parts = []
-    for _ in range(2):
-        high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & _HIGH_HALF, jnp.float32)
-        parts.append(high.astype(jnp.bfloat16))
-        x = x - high
-    return (*parts, x.astype(jnp.bfloat16))
+from kernels_pallas.precise import bf16_parts
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -39,12 +22,16 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     if a.dtype == b.dtype == jnp.bfloat16:
         return pltriton.dot(a, b)
     if jnp.bfloat16 in (a.dtype, b.dtype):
-        high, *small = [(x, y) for x in split(a) for y in split(b)]
+        high, *small = [(x, y) for x in _parts(a) for y in _parts(b)]
     else:
         (a_high, a_low), (b_high, b_low) = _split_tf32(a), _split_tf32(b)
         high, *small = (a_high, b_high), (a_high, b_low), (a_low, b_high)
     rest = [pltriton.dot(x, y, allow_tf32=True) for x, y in small]
     return pltriton.dot(*high, allow_tf32=True) + (rest[0] + rest[1])
+
+
+def _parts(x: jax.Array) -> list[jax.Array]:
+    return [x] if x.dtype == jnp.bfloat16 else bf16_parts(x.astype(jnp.float32), 3)
 
 
 def _split_tf32(x: jax.Array) -> tuple[jax.Array, jax.Array]:

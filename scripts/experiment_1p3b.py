@@ -35,7 +35,7 @@ from specla_jax.config import TargetConfig
 from specla_jax.errors import UserError
 
 STAGES = ("data", "target", "drafter", "bench", "report")
-SHARES = {"data": 2.0, "target": 9.0, "drafter": 8.0, "bench": 6.0, "report": 0.3}
+SHARES = {"data": 2.0, "target": 6.5, "drafter": 5.5, "bench": 11.0, "report": 0.3}
 STOPPED = 3  # exit status of a stage that the budget cut
 _GRACE = 20  # seconds for a stopped command to write what it has
 
@@ -242,7 +242,7 @@ def _drafter(args: argparse.Namespace, size: Size, end: float) -> int:
         steps = max(20, int(0.5 * (end - time.monotonic()) * speed / (size.batch * size.length)))
     command = ["train-drafter", "--target", str(args.out / "target" / "model"), "--out", str(out)]
     command += ["--data", str(args.out / "data" / "drafter.npy"), "--steps", str(steps), "--batch", str(size.batch)]
-    command += ["--length", str(size.length), "--eval-every", str(max(1, steps // 2))]
+    command += ["--length", str(size.length), "--eval-every", str(steps)]  # once: it compiles four programs
     command += ["--warmup", str(min(100, steps // 4)), *size.drafter]
     status = _specla(command, end)
     if status == 0:

@@ -244,8 +244,8 @@ def _measure(
     parts: list[Row] = []
     finished: dict[float, list[Record]] = {}
     names = list(runner.methods)
-    for suite in tasks:
-        for temperature in temperatures:
+    for temperature in temperatures:
+        for suite in tasks:
             done = []
             title = f"{suite}, temperature {temperature:g}"
             for batch in tqdm(batches(tasks[suite], runner.batch_size), desc=title, unit="batch", disable=None):

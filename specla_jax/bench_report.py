@@ -241,8 +241,10 @@ def _bars(axis: Any, parts: Sequence[Row], field: str) -> None:
     for i, name in enumerate(names):
         places = [place + (i - (len(names) - 1) / 2) * width for place in range(len(parts))]
         values = [part["methods"][name][field] or 0.0 for part in parts]
-        bars = axis.bar(places, values, 0.92 * width, label=name, color=COLOURS[i % len(COLOURS)])
-        axis.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+        axis.bar(places, values, 0.92 * width, label=name, color=COLOURS[i % len(COLOURS)])
+        for place, value in zip(places, values, strict=True):  # at the foot, where no diamond lies on it
+            options: Any = {"ha": "center", "fontsize": 8, "color": "white", "textcoords": "offset points"}
+            axis.annotate(f"{value:.2f}", (place, 0), xytext=(0, 3), **options)
         marks = [(place, getattr(published(part, name), field, None)) for place, part in zip(places, parts)]
         marks = [mark for mark in marks if mark[1] is not None]
         if marks:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import Factors, gates, gdn_prefill, gdn_verify, l2_norm, prefill_conv, tree_conv
 from specla_jax.config import TargetConfig
+from specla_jax.projection import dot
 from specla_jax.state import RecurrentState, TreeFactors
 
 _normal = nn.initializers.normal(0.02)
@@ -34,7 +35,7 @@ def matmul(x: Array, kernel: Array, dtype: str) -> Float[Array, "..."]:
     Float32 operands are multiplied in full precision: the default on a GPU would round them to TF32.
     """
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
-    return jnp.dot(x.astype(dtype), kernel.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
+    return dot(x.astype(dtype), kernel.astype(dtype), jnp.float32, precision)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Float[Array, "..."]:

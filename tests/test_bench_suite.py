@@ -306,8 +306,8 @@ def test_every_suite_temperature_and_method_is_run(command: list[str], tmp_path:
     assert main([*command, *ALL, "--out", str(tmp_path / "out")]) == 0
     parts = parts_of(tmp_path / "out")
     suites = ("gsm8k", "humaneval", "spec-bench")
-    assert list(parts) == [(s, t) for s in suites for t in (0, 1)] + [("all", 0), ("all", 1)]
-    assert list(dict.fromkeys(pretended)) == [(s, t) for s in suites for t in (0, 1)]
+    assert list(parts) == [(s, t) for t in (0, 1) for s in suites] + [("all", 0), ("all", 1)]
+    assert list(dict.fromkeys(pretended)) == [(s, t) for t in (0, 1) for s in suites]
     assert list(parts["all", 1]["methods"]) == ["ar", "ngram-chain", "chain", "tree"]
     assert parts["all", 1]["methods"]["tree"]["prompts"] == 3 + 2 + 3
 

@@ -1,5 +1,7 @@
 """The decode path on a GPU, against what the reference implementation computed. Run with ``-m gpu``."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from reference import GDN, Reference, load_reference
 from specla_jax.checkpoint import load_target
+from specla_jax.cli import main
 from specla_jax.config import DraftConfig, SamplingConfig
 from specla_jax.decode import bundled_target
 from specla_jax.drafters import ScriptedDrafter, script_chain
@@ -54,6 +57,14 @@ def test_greedy_tokens(name: str) -> None:
         result = generate(reference.model, reference.prompts, method="chain", drafter=drafter, max_new_tokens=64)
         assert result.tokens == reference.greedy
         assert result.rounds == [-(-64 // (right + 1))] * 2
+
+
+def test_the_command_writes_the_greedy_tokens(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [",".join(map(str, prompt)) for prompt in reference.prompts]
+    options = ["--method", "tree", "--max-new-tokens", "64", "--stop-ids", "", "--dtype", "float32", "--json"]
+    assert main(["decode", "--target", str(GDN / reference.name), "--prompt-ids", *prompts, *options]) == 0
+    found = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
+    assert found == reference.greedy
 
 
 def test_one_seed_gives_one_text() -> None:

@@ -25,6 +25,7 @@ from kernels_pallas.gdn_prefill import triton
 from kernels_pallas.gdn_prefill.forward import CHUNK, Prepared, Scanned
 from kernels_pallas.gdn_prefill.tiles import MOSAIC
 from kernels_pallas.mosaic import BLOCK
+from kernels_pallas.precise import bf16_parts
 from kernels_pallas.tiles import Tile, check_shared_memory, first
 
 STAGES = 2  # chunks in shared memory
@@ -224,7 +225,7 @@ def _kernel(
         def project(expected, seen):
             for start in range(0, dk, DEPTH):
                 cut = pl.ds(start, DEPTH)
-                high, low = mosaic.split(s[:, start : start + DEPTH], PARTS)
+                high, low = bf16_parts(s[:, start : start + DEPTH], PARTS)
                 plgpu.wgmma(expected, mosaic.operand(low, copy), k.at[:, cut].T)
                 plgpu.wgmma(expected, mosaic.operand(high, copy), k.at[:, cut].T)
                 plgpu.wgmma(seen, high if copy is None else copy, q.at[:, cut].T)
@@ -236,7 +237,7 @@ def _kernel(
         since = line(0)
         [value] = mosaic.turn(mosaic.load(v, mosaic.interleaved(BLOCK)).astype(jnp.float32), interpret)
         rest = jnp.where(real, value - since * expected, jnp.zeros_like(value))
-        high, low = mosaic.split(rest, 2)
+        high, low = bf16_parts(rest, 2)
 
         def solve(acc):
             for left, right in ((high, low_smem), (low, high_smem), (high, high_smem)):
@@ -249,7 +250,7 @@ def _kernel(
             plgpu.wgmma(acc, mosaic.operand(u.astype(jnp.bfloat16), wide_copy), weights_smem.at[stage].T)
 
         o = mosaic.accumulate(scale * since * seen, output, interpret)
-        added = mosaic.split(line(1) * u, 2)
+        added = bf16_parts(line(1) * u, 2)
 
         def add(acc):
             for part in reversed(added):

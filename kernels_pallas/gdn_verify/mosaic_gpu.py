@@ -274,9 +274,8 @@ def _kernel(
     weight = zero
     for m in row_blocks:
         similar = mosaic.product([(kq_smem.at[pl.ds(m, BLOCK)], kq_smem.at[pl.ds(0, block)].T)])
-        query = iota(0) >= block - m
-        gain = jnp.where(query, zero + scale, across(beta))
-        weight = jnp.where(reach & (query | ~itself), gain * decay * similar, zero)  # u of a node does not enter itself
+        gain = jnp.where(iota(0) >= block - m, zero + scale, across(beta))  # of queries, of keys
+        weight = jnp.where(reach, gain * decay * similar, zero)  # what stands on M's diagonal is never read
         if m == 0:
             m_smem[...] = weight
     tree = Tree(m_smem, weight, beta, jnp.exp(coarse_sum + fine_sum), real)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas import mosaic
 from kernels_pallas.gdn_verify.substitution import ROWS, substitute, vector
 from kernels_pallas.mosaic import BLOCK
+from kernels_pallas.precise import bf16_parts
 from kernels_pallas.shapes import padded_nodes
 from kernels_pallas.tiles import Tile
 
@@ -95,7 +96,7 @@ def take(asked: list[jax.Array], tree, kq_smem, out, j, scale: float, smem: dict
                 plgpu.wgmma_wait(PARTS * len(accs) * (stages - 1))
                 mosaic.meet()
             stage, cut = smem["s"].at[i % stages], pl.ds(i * DEPTH, DEPTH)
-            for part, x in enumerate(mosaic.split(s, PARTS)):
+            for part, x in enumerate(bf16_parts(s, PARTS)):
                 stage[:, pl.ds(part * columns, columns)] = x
             plgpu.commit_smem()
             for m, acc in zip(row_blocks, accs, strict=True):
@@ -105,8 +106,9 @@ def take(asked: list[jax.Array], tree, kq_smem, out, j, scale: float, smem: dict
                     plgpu.wgmma(acc, left, stage.at[:, pl.ds(part * columns, columns)])
         return [acc[...] for acc in accs]
 
-    products = pl.run_scoped(project, *(plgpu.ACC((BLOCK, columns), jnp.float32) for _ in row_blocks))
+    # v is needed later, but behind this wait the compiler leaves what waits for the state, which would hold up M.
     plgpu.barrier_wait(smem["v_loaded"])
+    products = pl.run_scoped(project, *(plgpu.ACC((BLOCK, columns), jnp.float32) for _ in row_blocks))
     v_start, copied = _v_start(smem, j)
     v = smem["v"] if copied == columns else smem["v"].at[:, pl.ds(v_start, columns)]
     v = mosaic.load(v, plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -121,19 +123,18 @@ def take(asked: list[jax.Array], tree, kq_smem, out, j, scale: float, smem: dict
             x_smem[...] = x
     mosaic.meet()
 
-    u = substitute(lambda t: vector(x_smem, t), block, tree.m, smem["rest"])
-    for t in range(block):
-        smem["value"][t] = u[t]
+    interpret = smem["wide_copy"] is not None
+    substitute(lambda t: vector(x_smem, t), block, tree.m, smem["rest"], smem["value"], interpret)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem["value"].at[pl.ds(0, nodes)], u_ref.at[:, own])
 
     # o, of the last rows of [K; Q]: those of queries.
     neighbours = min(4, block // 8)
     value = mosaic.load(smem["value"], mosaic.pieces(2 * neighbours, 16, neighbours))
-    for part, half in enumerate(mosaic.split(value, 2)):
+    for part, half in enumerate(bf16_parts(value, 2)):
         smem["u"][:, pl.ds(part * columns, columns)] = half
     plgpu.commit_smem()
-    weights = (mosaic.operand(part, smem["narrow_copy"]) for part in mosaic.split(tree.weights, 2))
+    weights = (mosaic.operand(part, smem["narrow_copy"]) for part in bf16_parts(tree.weights, 2))
     drafted = mosaic.product(zip(weights, itertools.repeat(smem["u"])))
     smem["o"][...] = (x + (drafted[:, columns:] + drafted[:, :columns])).astype(jnp.bfloat16)
     plgpu.commit_smem()

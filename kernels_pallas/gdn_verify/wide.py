@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas import mosaic
 from kernels_pallas.gdn_verify.substitution import ROWS, substitute
 from kernels_pallas.mosaic import BLOCK
+from kernels_pallas.precise import bf16_parts
 from kernels_pallas.shapes import padded_nodes
 from kernels_pallas.tiles import Tile
 
@@ -80,10 +81,8 @@ def take(asked, tree, kq_smem, out, j, scale: float, smem: dict[str, Any]) -> No
 
     # T: its columns are those of I with the substitution done.
     column = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=mosaic.spread(block))
-    inverse = substitute(lambda t: jnp.where(column == t, 1.0, 0.0), block, tree.m, smem["rest"])
     t_smem = smem["t_or_u"].at[:, pl.ds(0, block)]
-    for t in range(block):
-        t_smem[t, :] = inverse[t]
+    substitute(lambda t: jnp.where(column == t, 1.0, 0.0), block, tree.m, smem["rest"], t_smem, interpret)
     mosaic.meet()
     neighbours = min(4, block // 8)
     _put_parts(smem["inverse"], mosaic.load(t_smem, mosaic.pieces(2 * neighbours, 16, neighbours)), 3)
@@ -97,7 +96,7 @@ def take(asked, tree, kq_smem, out, j, scale: float, smem: dict[str, Any]) -> No
             coming.extend(itertools.islice(later, 1))
             right = kq_smem.at[pl.ds(0, 2 * block), pl.ds(i, DEPTH)].T
             for acc, x in zip(accs, mosaic.turn(s, interpret), strict=True):
-                for part in reversed(mosaic.split(x, PARTS)):  # small numbers first
+                for part in reversed(bf16_parts(x, PARTS)):  # small numbers first
                     plgpu.wgmma(acc, mosaic.operand(part, smem["narrow_copy"]), right)
             plgpu.wgmma_wait(PARTS * len(accs))
         return [acc[...] for acc in accs]
@@ -129,13 +128,13 @@ def take(asked, tree, kq_smem, out, j, scale: float, smem: dict[str, Any]) -> No
 
 def _put_parts(ref, x: jax.Array, parts: int) -> None:
     """bf16 parts of x side by side."""
-    for i, part in enumerate(mosaic.split(x, parts)):
+    for i, part in enumerate(bf16_parts(x, parts)):
         ref[:, pl.ds(i * x.shape[1], x.shape[1])] = part
 
 
 def _times(left: jax.Array, right, parts: int, copy_ref) -> jax.Array:
     """``left`` [64, N] times the transpose of what ``right`` holds in parts side by side; small products first."""
-    block, lefts = left.shape[1], mosaic.split(left, parts)
+    block, lefts = left.shape[1], bf16_parts(left, parts)
     pairs = [(i, k) for i in range(parts) for k in range(parts - i)]
     return mosaic.product(
         (mosaic.operand(lefts[i], copy_ref), right.at[:, pl.ds(k * block, block)].T)
