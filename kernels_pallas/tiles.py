@@ -62,11 +62,11 @@ def _bound(limit: int) -> float:
     return math.inf if limit == -1 else limit
 
 
-def check_shared_memory(op: str, tile: Tile, needed: int, on: str | None = None) -> None:
+def check_shared_memory(op: str, tile: Any, needed: int, on: str | None = None, remedy: str = "fewer columns") -> None:
     """Raise ``ValueError`` if a program needs more shared memory than the card has, before anything is compiled."""
     name = card() if on is None else on
     limit = next((size for start, size in _SHARED_MEMORY.items() if name.startswith(start)), 227 * 1024)
     if needed > limit:
         raise ValueError(
-            f"tile of {op} must fit {limit} bytes of shared memory on {name}, {tile} needs {needed}: use fewer columns"
+            f"tile of {op} must fit {limit} bytes of shared memory on {name}, {tile} needs {needed}: use {remedy}"
         )

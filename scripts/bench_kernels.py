@@ -2,8 +2,9 @@
 
 Sections: size (bytes of the factors), verify (a draft tree, against a state a node, replay, and the chain of
 flash-linear-attention), recover (against running the accepted tokens again), prefill, conv (what stands before
-verification). Every figure is a median over calls of one compiled loop over all layers, each with a state of its own;
-the values of a layer are the outputs of the layer before. Per cent are of the bandwidth measured in the same run.
+verification), matmul (the products of a layer, one by one and together, and the head, against XLA's). Every figure is a
+median over calls of one compiled loop over all layers, each with a state of its own; the values of a layer are the
+outputs of the layer before. Per cent are of the bandwidth measured in the same run.
 OUT/bench_kernels.json is written anew after every row. Tables and OUT/verify.png come at the end; for a run that was
 cut, --report makes them of what it has written.
 
@@ -23,6 +24,7 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the card; read when jax is imported
 
 import bench_loops as loops
+import bench_products
 import benching
 import jax
 from bench_loops import PATH, Columns, Setup, Shape
@@ -41,11 +43,15 @@ SHAPES = {
         value_heads=8,
         dk=256,
         dv=256,
+        hidden=2048,
+        mlp=5632,
+        vocabulary=32000,
         prefill=(8, 4096),
         batches=(1, 16, 32),
         full=(1, 2, 4, 8, 16, 32, 64, 128),
         recover=(1, 8, 32),
         nodes=(1, 4, 8, 16, 32, 64),
+        tokens=(1, 16, 32, 64),
         tiles=((16, 2), (16, 4), (32, 4), (64, 8)),
     ),
     "tiny": Shape(
@@ -54,11 +60,15 @@ SHAPES = {
         value_heads=4,
         dk=16,
         dv=32,
+        hidden=64,
+        mlp=128,
+        vocabulary=192,
         prefill=(2, 64),
         batches=(1, 2),
         full=(1, 2, 3),
         recover=(1,),
         nodes=(1, 6),
+        tokens=(1, 6),
         tiles=((16, 2),),
     ),
 }
@@ -110,6 +120,7 @@ class Bench:
     setup: Setup
     batches: Sequence[int]
     nodes: Sequence[int]
+    tokens: Sequence[int]
     results: Results
     fla: Fla
     read: float
@@ -276,7 +287,33 @@ def conv(bench: Bench) -> None:
             bench.results.add("conv", row | {"with_verify_us": 1e6 * both})
 
 
-SECTIONS = {"size": size, "verify": verify, "recover": recover, "prefill": prefill, "conv": conv}
+def matmul(bench: Bench) -> None:
+    """Every product alone, then the four of a layer."""
+    setup, layers = bench.setup, bench.shape.layers
+    best = "reference" if setup.implementation == "reference" else None
+    named = bench_products.products(bench.shape)
+
+    def add(name: str, tokens: int, count: int, build: Callable[[Any], Loop]) -> None:
+        loop = build(best)
+        seconds, moved = loop.seconds() / count, loop.moved // count
+        del loop
+        plain = build("reference").seconds() / count
+        row = {"product": name, "tokens": tokens, "us": 1e6 * seconds, "bytes": moved, "gbps": moved / seconds / 1e9}
+        row |= {"percent": 100 * moved / seconds / bench.read, "xla_us": 1e6 * plain, "over_xla": plain / seconds}
+        bench.results.add("matmul", row)
+
+    for name, product in named.items():
+        weights = [bench_products.matrix(product, i) for i in range(product.copies)]
+        for tokens in bench.tokens:
+            build = functools.partial(bench_products.product_loop, setup, product, tokens, weights)
+            add(name, tokens, len(weights), build)
+    four = list(named.values())[:4]
+    every = [[bench_products.matrix(product, i) for product in four] for i in range(layers)]
+    for tokens in bench.tokens:
+        add("layer", tokens, layers, functools.partial(bench_products.layer_loop, setup, tokens, every))
+
+
+SECTIONS = {"size": size, "verify": verify, "recover": recover, "prefill": prefill, "conv": conv, "matmul": matmul}
 
 
 def tune(bench: Bench, ops: Sequence[str], layers: int) -> None:
@@ -297,6 +334,23 @@ def tune(bench: Bench, ops: Sequence[str], layers: int) -> None:
             for seconds, tile in fastest(candidates, run, op, repeats=5):
                 row = {"op": op, "batch": batch, "nodes": n, "us": 1e6 * seconds / launches, "tile": str(tile)}
                 bench.results.add("tune", row)
+    if "matmul" in ops:
+        tune_products(bench)
+
+
+def tune_products(bench: Bench) -> None:
+    """The same for every product and number of tokens; the layers are as many as a cache cannot hold."""
+    for name, product in bench_products.products(bench.shape).items():
+        weights = [bench_products.matrix(product, i) for i in range(product.copies)]
+        for tokens in bench.tokens:
+
+            def run(tile: Any, product: Any = product, tokens: int = tokens, weights: Any = weights) -> Loop:
+                return bench_products.product_loop(bench.setup, product, tokens, weights, tile=tile)
+
+            print(f"matmul, {name}, {tokens} tokens", flush=True)
+            for seconds, tile in fastest(product.tiles(), run, name, repeats=5):
+                row = {"op": f"matmul {name}", "batch": 1, "nodes": tokens, "us": 1e6 * seconds / len(weights)}
+                bench.results.add("tune", row | {"tile": str(tile)})
 
 
 def targets(results: Results) -> list[dict[str, Any]]:
@@ -335,6 +389,11 @@ def targets(results: Results) -> list[dict[str, Any]]:
     add("recovery: times fused token replay", 1, [row["over_token_replay"] for row in recovery], most=False)
     add("a state over a node's factors", 120, [row["ratio"] for row in results.rows("size")], most=False)
     add("prefill: times flash-linear-attention", 1, [row["over_fla"] for row in results.rows("prefill")], most=False)
+    layer = {row["tokens"]: row for row in results.rows("matmul") if row["product"] == "layer"}
+    add("products of a layer, 1 token: % of the bandwidth", 70, [layer[1]["percent"]] if 1 in layer else [], most=False)
+    for tokens, bound in ((16, 1.1), (32, 1.2), (64, 1.5)):
+        known = [layer[tokens]["us"] / layer[1]["us"]] if {1, tokens} <= layer.keys() else []
+        add(f"products of a layer, {tokens} tokens: times 1 token", bound, known, most=True)
     return found
 
 
@@ -347,6 +406,7 @@ COLUMNS = {
     "over_decode_steps",
     "prefill": "batch tokens ms bytes percent fla_ms over_fla",
     "conv": "batch nodes us bytes gbps with_verify_us",
+    "matmul": "product tokens us bytes gbps percent xla_us over_xla",
 }
 
 
@@ -372,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS), help="sections, or ops")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="1.3b")
     parser.add_argument("--batch", type=int, nargs="+", help="batches of verify and conv")
-    parser.add_argument("--nodes", type=int, nargs="+", help="numbers of nodes of verify and conv")
+    parser.add_argument("--nodes", type=int, nargs="+", help="numbers of nodes of verify and conv, of tokens of matmul")
     parser.add_argument("--layers", type=int, help="layers, each with its own state")
     parser.add_argument("--full", action="store_true", help="all batches from 1 to 128")
     parser.add_argument("--all-tiles", action="store_true", help="try the baselines' tiles at every number of nodes")
@@ -415,6 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         setup=Setup(shape=shape, timing=timing, implementation=args.implementation),
         batches=args.batch or (shape.full if args.full else shape.batches),
         nodes=args.nodes or shape.nodes,
+        tokens=args.nodes or shape.tokens,
         results=Results(args.out / "bench_kernels.json", meta),
         fla=fla,
         read=read,

@@ -21,18 +21,25 @@ Columns = tuple[int, int]  # the tile of a baseline: columns of dv a program, an
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model and of the grid that is timed; ``full`` has more batches, ``tiles`` are the baselines'."""
+    """Sizes of a model and of the grid that is timed; ``full`` has more batches, ``tiles`` are the baselines'.
+
+    ``tokens``: of the products.
+    """
 
     layers: int
     heads: int
     value_heads: int
     dk: int
     dv: int
+    hidden: int
+    mlp: int
+    vocabulary: int
     prefill: tuple[int, int]
     batches: tuple[int, ...]
     full: tuple[int, ...]
     recover: tuple[int, ...]
     nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
     tiles: tuple[Columns, ...]
     taps: int = 4
 

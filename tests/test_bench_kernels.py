@@ -30,6 +30,9 @@ def test_a_tiny_run_writes_its_figures(scripts, tmp_path, capsys):
         assert row["over_walk"] == pytest.approx(min(row["walk_us"], row["walk_keep_us"]) / row["us"])
         assert row["fla_us"] is None or row["fla_us"] > 0
     assert [len(data[section]) for section in ("size", "recover", "prefill", "conv")] == [1, 1, 1, 1]
+    assert [row["product"] for row in data["matmul"]] == ["in", "o", "gate_up", "down", "head", "layer"]
+    alone = {row["product"]: row["bytes"] for row in data["matmul"]}
+    assert alone["layer"] == sum(alone[name] for name in ("in", "o", "gate_up", "down"))
     assert (tmp_path / "verify.png").stat().st_size > 5000
     printed = capsys.readouterr().out
     assert "a state over a node's factors" in printed
@@ -65,6 +68,21 @@ def test_tune_goes_on_after_a_tile_that_fails(scripts, tmp_path, capsys, monkeyp
     options = ["--shape", "tiny", "--batch", "1", "--nodes", "1", "--tune", "--only", "verify"]
     bench.main([*options, "--out", str(tmp_path)])
     assert capsys.readouterr().out.count(" fails: ") == 2
+    products = scripts("bench_products")
+    monkeypatch.setattr(products.Product, "tiles", lambda product: [products.Tile(depth=64)])
+    bench.main([*options[:-1], "matmul", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.count(" fails: ") == 5
+
+
+def test_candidates_for_products(scripts):
+    """No two are the same when they are cut to the depth, and only whole sums are normed."""
+    products = scripts("bench_products").products(scripts("bench_kernels").SHAPES["1.3b"])
+    assert [product.features for product in products.values()] == [8208, 2048, 5632, 2048, 32000]
+    assert {tile.split for tile in products["in"].tiles()} == {1}
+    tiles = products["down"].tiles()
+    assert {(tile.depth, tile.split) for tile in tiles} >= {(128, 4), (256, 2), (64, 8)}
+    assert (256, 4) not in {(tile.depth, tile.split) for tile in tiles}
+    assert len(tiles) == len(set(tiles))
 
 
 def test_the_tree_has_four_nodes_a_level(scripts):

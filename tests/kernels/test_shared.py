@@ -14,6 +14,7 @@ from kernels_pallas import (
     gdn_recover,
     gdn_verify,
     prefill_conv,
+    stream_matmul,
     tree_conv,
 )
 from kernels_pallas.unit_lower_inverse import unit_lower_inverse
@@ -41,6 +42,7 @@ def all_ops(nodes: int):
         "gdn_prefill": (gdn_prefill, (*tokens, state, rows)),
         "tree_conv": (front, (projected, window, weight, heads, heads, parents, rows)),
         "prefill_conv": (prefill_conv, (x, window, weight, rows)),
+        "stream_matmul": (stream_matmul, (spec(nodes, 64), spec(128, 64))),
     }
 
 
@@ -97,7 +99,7 @@ def test_implementation_names(op):
         return jax.eval_shape(lambda *args: function(*args, implementation=implementation), *args)
 
     assert shape(None) == shape("reference")
-    written = op in ("gdn_verify", "gdn_prefill")
+    written = op in ("gdn_verify", "gdn_prefill", "stream_matmul")
     missing = "cannot run: it needs an NVIDIA GPU" if written else f"is not written for {op} yet: {op} has"
     with pytest.raises(ValueError, match=rf"'mosaic_gpu' (of {op} )?{missing}"):
         shape("mosaic_gpu")
