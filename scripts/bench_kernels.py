@@ -290,7 +290,7 @@ def conv(bench: Bench) -> None:
 def matmul(bench: Bench) -> None:
     """Every product alone, then the four of a layer."""
     setup, layers = bench.setup, bench.shape.layers
-    best = "reference" if setup.implementation == "reference" else None
+    best = "reference" if setup.interpret or setup.implementation == "reference" else "mosaic_gpu"
     named = bench_products.products(bench.shape)
 
     def add(name: str, tokens: int, count: int, build: Callable[[Any], Loop]) -> None:

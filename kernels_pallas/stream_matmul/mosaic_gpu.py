@@ -47,18 +47,24 @@ COMPILER = 3 * 1024  # bytes of shared memory that the compiler sets aside for s
 MULTIPROCESSOR = 228 * 1024  # bytes of its shared memory, of which every program takes 1 KB more than it asks for
 
 
-def unsupported(dtype: Any) -> str | None:
-    """Why this kernel cannot take such weights, or None if it can."""
+def unsupported(dtype: Any, tokens: int, depth: int, features: int) -> str | None:
+    """Why this kernel cannot take such weights and tokens, or None if it can."""
     if reason := mosaic.unsupported():
         return reason
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"weights must be bfloat16, got {jnp.dtype(dtype).name}"
+    if tokens > 64:
+        return f"x must hold at most 64 tokens, got {tokens}"
+    if depth % 64:
+        return f"x must have a multiple of 64 columns, got {depth}"
+    if features % 8:
+        return f"features must be a multiple of 8, got {features}"
     return None
 
 
-def why_not(dtype: Any) -> str | None:
-    """Why this kernel cannot run here on such weights, or None if it can."""
-    return mosaic.why_not() or unsupported(dtype)
+def why_not(dtype: Any, tokens: int, depth: int, features: int) -> str | None:
+    """Why this kernel cannot run here on such weights and tokens, or None if it can."""
+    return mosaic.why_not() or unsupported(dtype, tokens, depth, features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +147,9 @@ def stream_matmul(
     interpret: bool = False,
 ) -> jax.Array:
     """See ``api.stream_matmul``; the arguments are already checked. ``tile`` None: from the table."""
-    if reason := unsupported(weights.dtype):
-        raise ValueError(f"stream_matmul cannot run as a Mosaic GPU kernel: {reason}")
     (tokens, depth), rows = x.shape, weights.shape[0]
+    if reason := unsupported(weights.dtype, tokens, depth, features):
+        raise ValueError(f"stream_matmul cannot run as a Mosaic GPU kernel: {reason}")
     normed = norm is not None
     wanted = pick(tokens, rows, depth, normed) if tile is None else within(tile, depth, normed)
     plan = Plan(
