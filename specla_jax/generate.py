@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.implementations import Implementation
 from specla_jax.config import DraftConfig, SamplingConfig
+from specla_jax.decode_step import DecodeStep
 from specla_jax.drafters import get_drafter
 from specla_jax.errors import UserError
 from specla_jax.loop import Carry, Engine, Params, Request
@@ -236,6 +238,7 @@ def prepare(
     stop_token_ids: Sequence[int] = (),
     draft: DraftConfig | None = None,
     prefill_length: int | None = None,
+    packed: Implementation | None = None,
     memory_limit: int | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Job:
@@ -254,6 +257,8 @@ def prepare(
       draft: size of the drafts; None for the method's default. A chain has ``branch=1``.
       prefill_length: static length of the prefill, at least the longest prompt less one; None rounds that up to a power
         of two. One length for many requests means one program.
+      packed: verify over packed weights, their products by this implementation (see
+        :func:`kernels_pallas.stream_matmul`); None: over the parameters.
       memory_limit: bytes this run may use beside the weights; None for what is free.
       report: receives a line on memory and one for each compilation.
 
@@ -291,14 +296,18 @@ def prepare(
     elif prefill_length < longest - 1:
         raise UserError(f"prefill_length must be at least {longest - 1} for these prompts, got {prefill_length}")
     network = GatedDeltaNetLM(config, model.dtype, getattr(drafter, "feature_layers", None))
-    engine = Engine(model=network, drafter=drafter, prefill_length=prefill_length)
+    step = None
+    if packed is not None:
+        layers = network.feature_layers or config.feature_layers
+        step = DecodeStep(config=config, dtype=model.dtype, feature_layers=layers, implementation=packed)
+    engine = Engine(model=network, drafter=drafter, prefill_length=prefill_length, step=step)
     stops = sorted(set(stop_token_ids))
     request = Request(
         sampler=Sampler.create(sampling, seeds),
         stop_tokens=jnp.asarray(stops + [-1] * (-len(stops) % 8 or 8 * (not stops)), jnp.int32),
         limit=jnp.asarray([len(prompt) + max_new_tokens for prompt in prompts], jnp.int32),
     )
-    params = Params(model.params, drafter_params)
+    params = Params(model.params, drafter_params, None if step is None else model.decode_weights)
     capacity = engine.prefill_length + bucket(max_new_tokens + 1)
     rows = jax.ShapeDtypeStruct((len(prompts),), jnp.int32)
     tokens = jax.ShapeDtypeStruct((len(prompts), capacity), jnp.int32)

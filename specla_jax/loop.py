@@ -16,20 +16,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specla_jax.acceptance import Commit, accept
+from specla_jax.decode_step import DecodeStep, DecodeWeights
 from specla_jax.drafters import Accepted, Context, Drafter
 from specla_jax.model import GatedDeltaNetLM, call
 from specla_jax.sampling import Sampler, scores
-from specla_jax.state import RecurrentState, recover
+from specla_jax.state import RecurrentState, TreeFactors, recover
 from specla_jax.tree import node_depth
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
-    """Weights of a generation: the target's nested dict and whatever the drafter takes."""
+    """Weights of a generation: the target's nested dict, what the drafter takes, and what a ``DecodeStep`` reads."""
 
     target: Any
     drafter: Any
+    decode: DecodeWeights | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -99,11 +101,13 @@ class Engine:
       model: the target.
       drafter: proposes the trees.
       prefill_length: static length of the prefill; no prompt is longer than this plus one.
+      step: verifies over ``Params.decode``; None to verify by the model over its parameters.
     """
 
     model: GatedDeltaNetLM
     drafter: Drafter
     prefill_length: int
+    step: DecodeStep | None = None
 
     def init(self, tokens: Int[Array, "B capacity"], prompt_length: Int[Array, " B"], request: Request) -> Carry:
         """The carry before prefill. ``capacity`` must reach ``request.limit`` and ``prefill_length``."""
@@ -143,9 +147,7 @@ class Engine:
         levels = self.drafter.draft.depth + 1
 
         tree, drafter = self.drafter.propose(params.drafter, carry.drafter, context)
-        logits, features, factors = call(
-            self.model, params.target, "verify", tree.tokens, tree.parents, tree.num_nodes, carry.state
-        )
+        logits, features, factors = self.verify(params, tree.tokens, tree.parents, tree.num_nodes, carry.state)
 
         depth = node_depth(tree.parents, tree.num_nodes)
         drawn = jnp.argmax(scores(logits, context.length, depth, levels, request.sampler), axis=-1).astype(jnp.int32)
@@ -164,6 +166,12 @@ class Engine:
             stopped=carry.stopped | commit.stopped,
             counters=_count(carry.counters, commit, tree.num_nodes - 1, context.active),
         )
+
+    def verify(self, params: Params, *tree_and_state: Any) -> tuple[Array, Array, TreeFactors]:
+        """See :meth:`GatedDeltaNetLM.verify`."""
+        if self.step is None or params.decode is None:
+            return call(self.model, params.target, "verify", *tree_and_state)
+        return self.step.verify(params.decode, *tree_and_state)
 
     def generate(self, params: Params, carry: Carry) -> Carry:
         """Prefill and rounds until no row is active, in one program."""

@@ -8,7 +8,6 @@ import psutil
 
 from specla_jax.errors import UserError
 from specla_jax.loop import Carry, Engine, Params
-from specla_jax.model import call
 
 
 def nbytes(tree: Any) -> int:
@@ -22,14 +21,14 @@ def memory_use(engine: Engine, params: Params, carry: Carry) -> dict[str, int]:
 
     ``carry`` may be abstract (:func:`jax.eval_shape` of :meth:`Engine.init`).
     """
-    config, model = engine.model.config, engine.model
+    config = engine.model.config
     batch = carry.context.length.shape[0]
     nodes = engine.drafter.draft.nodes
     after = jax.eval_shape(engine.prefill, params, carry)
     ints = jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
     logits, features, factors = jax.eval_shape(
-        lambda params, nodes, count, state: call(model, params, "verify", nodes, nodes, count, state),
-        params.target,
+        lambda params, nodes, count, state: engine.verify(params, nodes, nodes, count, state),
+        params,
         ints,
         jax.ShapeDtypeStruct((batch,), jnp.int32),
         carry.state,
@@ -41,7 +40,7 @@ def memory_use(engine: Engine, params: Params, carry: Carry) -> dict[str, int]:
         prefill += batch * engine.prefill_length * features.shape[-1] * features.dtype.itemsize
     # Drafting and filtering hold the noise and a sorted copy beside the logits.
     return {
-        "weights": nbytes((params.target, params.drafter)),
+        "weights": nbytes(params),
         "state": nbytes(after.state.S),
         "conv": nbytes((after.state.conv, factors.conv)),
         "factors": nbytes(factors.delta),

@@ -1,10 +1,12 @@
 """The loaded target: parameters, configuration and where its tokenizer lies."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specla_jax.config import Dtype, TargetConfig
+from specla_jax.decode_step import DecodeWeights, decode_weights
 from specla_jax.programs import Programs
 
 
@@ -40,6 +42,11 @@ class Target:
     tokenizer_path: Path | None = None
     vocabulary_hash: str | None = None
     programs: Programs = field(default_factory=Programs, repr=False)
+
+    @cached_property
+    def decode_weights(self) -> DecodeWeights:
+        """The parameters packed for decoding, beside them in memory; made when first asked for."""
+        return decode_weights(self.params, self.config, self.dtype)
 
     @property
     def identity(self) -> TargetIdentity:

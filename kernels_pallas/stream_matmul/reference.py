@@ -17,8 +17,12 @@ GROUP = 32  # rows of a block that are of the gate; the others are of up
 
 def pack(kernel: Float[Array, "K M"], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> Float[Array, "P K"]:
     """The weights of ``x @ kernel`` as ``stream_matmul`` takes them; P is M, filled up to a multiple of 64."""
-    rows = kernel.astype(dtype).T
-    return jnp.pad(rows, ((0, -rows.shape[0] % BLOCK), (0, 0)))
+    return pack_rows(kernel.T, dtype)
+
+
+def pack_rows(rows: Float[Array, "M K"], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> Float[Array, "P K"]:
+    """The same of weights that have a feature a row already, as a table of embeddings has."""
+    return jnp.pad(rows.astype(dtype), ((0, -rows.shape[0] % BLOCK), (0, 0)))
 
 
 def pack_gate_up(
