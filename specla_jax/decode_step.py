@@ -23,7 +23,7 @@ from specla_jax.state import RecurrentState, TreeFactors
 
 
 class LayerWeights(NamedTuple):
-    """One layer: matrices packed, a feature a row, and the small arrays as they are in the parameters."""
+    """One layer: matrices packed, a feature a row, norms in float32, and the small arrays of the parameters."""
 
     attn_norm: Float[Array, " D"]
     in_proj: Float[Array, "P D"]
@@ -38,7 +38,7 @@ class LayerWeights(NamedTuple):
 
 
 class DecodeWeights(NamedTuple):
-    """All that a step reads. ``embeddings`` is the table of the parameters; a tied head shares it if V suits."""
+    """All that a step reads. ``embeddings`` is the table of the parameters."""
 
     embeddings: Float[Array, "V D"]
     layers: tuple[LayerWeights, ...]
@@ -49,17 +49,20 @@ class DecodeWeights(NamedTuple):
 def decode_weights(params: Any, config: TargetConfig, dtype: Dtype) -> DecodeWeights:
     """The parameters of ``GatedDeltaNetLM``, packed for decoding in ``dtype``; a pure function."""
 
+    def norm(module: Any) -> Array:  # widened here, or every step would do it in a launch of its own
+        return module["scale"].astype(jnp.float32)
+
     def layer(block: Any) -> LayerWeights:
         attn, mlp = block["attn"], block["mlp"]
         return LayerWeights(
-            attn_norm=block["attn_norm"]["scale"],
+            attn_norm=norm(block["attn_norm"]),
             in_proj=pack(attn["in_proj"]["kernel"], dtype),
             conv=attn["conv"]["kernel"] if config.use_short_conv else None,
             A_log=attn["A_log"],
             dt_bias=attn["dt_bias"],
-            o_norm=attn["o_norm"]["scale"],
+            o_norm=norm(attn["o_norm"]),
             o_proj=pack(attn["o_proj"]["kernel"], dtype),
-            mlp_norm=block["mlp_norm"]["scale"],
+            mlp_norm=norm(block["mlp_norm"]),
             gate_up=pack_gate_up(*jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1), dtype=dtype),
             down=pack(mlp["down_proj"]["kernel"], dtype),
         )
@@ -68,7 +71,7 @@ def decode_weights(params: Any, config: TargetConfig, dtype: Dtype) -> DecodeWei
     return DecodeWeights(
         embeddings=table,
         layers=tuple(layer(params[f"layers_{i}"]) for i in range(config.num_hidden_layers)),
-        norm=params["norm"]["scale"],
+        norm=norm(params["norm"]),
         head=pack_rows(table, dtype) if config.tie_word_embeddings else pack(params["lm_head"]["kernel"], dtype),
     )
 
