@@ -11,12 +11,18 @@ os.environ.setdefault(
     " --xla_cpu_parallel_codegen_split_count=1",
 )
 
+import jax
 import pytest
 
 from reference import Reference, load_reference, names
 
 # Tracing makes many small objects that live long: looking for dead ones among them every 700 takes a tenth of the time.
 gc.set_threshold(50_000, 10, 10)
+
+
+# A program that holds a model's weights as constants is as large as they are, compiles slowly and cannot be cached. The
+# weights of the tests' models are larger than this, and a warning is an error.
+jax.config.update("jax_captured_constants_warn_bytes", 50_000)
 
 
 @pytest.fixture(scope="session", params=names())

@@ -6,6 +6,7 @@ probability for it. Children of one node keep their order whatever the temperatu
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,9 +52,9 @@ class Calibration:
 
 def calibrate(objective: Objective, params: Params, frozen: Frozen, rows: Rows, limit: int = 64) -> Calibration:
     """Measures on up to ``limit`` rows, one at a time, at the places that a greedy draft reaches."""
-    measure = jax.jit(lambda params, batch: _measure(objective, params, frozen, batch))
+    measure = jax.jit(partial(_measure, objective))
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(limit, len(rows))).round().astype(int))
-    parts = [jax.device_get(measure(params, rows.batch(np.array([row])))) for row in chosen]
+    parts = [jax.device_get(measure(params, frozen, rows.batch(np.array([row])))) for row in chosen]
     nll, count, bins = (np.sum([np.asarray(part[i], np.float64) for part in parts], axis=0) for i in range(3))
     fitted, plain = int(np.argmin(nll)), int(np.argmin(np.abs(np.log(TEMPERATURES))))
     count = max(float(count), 1.0)

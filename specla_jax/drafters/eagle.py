@@ -244,8 +244,11 @@ class EagleDrafter:
         else:
             head = params["head"] if "head" in params else params["embedding"].T
         logits = draft_logits(eagle, self.config, hidden, head)
-        log_prob = jax.nn.log_softmax(logits / params["temperature"], axis=-1)
-        best, token = jax.lax.top_k(log_prob, self.draft.branch)
+        # The softmax of the best alone: of all of them it would write an array as large as the logits.
+        scaled = logits / params["temperature"]
+        best, token = jax.lax.top_k(scaled, self.draft.branch)
+        above = best[..., :1]
+        best = best - above - jnp.log(jnp.sum(jnp.exp(scaled - above), axis=-1, keepdims=True))
         if self.config.draft_vocab_size is not None:
             token = eagle["draft_to_target"][token]
         return token.astype(jnp.int32), best
