@@ -184,13 +184,17 @@ def _export(args: argparse.Namespace) -> int:
 
 def _decode(args: argparse.Namespace) -> int:
     from specla_jax.decode import decode
+    from specla_jax.programs import keep_on_disk
 
+    keep_on_disk()
     return decode(args, note=_note)
 
 
 def _bench(args: argparse.Namespace) -> int:
     from specla_jax.bench import bench
+    from specla_jax.programs import keep_on_disk
 
+    keep_on_disk()
     return bench(args, note=_note)
 
 

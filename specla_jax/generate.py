@@ -288,7 +288,7 @@ def prepare(
         draft = DEFAULT_DRAFT[method]
     if method == "chain" and draft.branch != 1:
         raise UserError(f"branch must be 1 for method 'chain', got {draft.branch}")
-    drafter, drafter_params = get_drafter("ngram" if drafter is None else drafter, draft, model)
+    drafter, drafter_params = get_drafter("ngram" if drafter is None else drafter, draft, model, packed)
 
     longest = max(len(prompt) for prompt in prompts)
     if prefill_length is None:

@@ -1,11 +1,28 @@
 """Compiled programs, kept by what they were compiled for, so that compilations can be counted and timed."""
 
+import os
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
+
+
+def keep_on_disk() -> Path | None:
+    """What is compiled for a GPU from here on is read from disk by the next process; returns the folder.
+
+    It is ``specla_jax`` in ``XDG_CACHE_HOME`` (``~/.cache``). None, and nothing changes, without a GPU, where JAX's
+    cache has a folder already (``JAX_COMPILATION_CACHE_DIR``), or is off (``JAX_ENABLE_COMPILATION_CACHE=false``).
+    """
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        return None
+    if jax.default_backend() != "gpu":
+        return None
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specla_jax"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder
 
 
 @dataclass

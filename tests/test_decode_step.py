@@ -1,6 +1,7 @@
 """The step of decoding over packed weights, against the model over its parameters."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from reference import Reference, load_reference
 from specla_jax.config import DraftConfig
 from specla_jax.decode_step import DecodeStep, decode_weights
+from specla_jax.drafters import EagleConfig, get_drafter, init_eagle, save_drafter
 from specla_jax.generate import generate, prepare
 from specla_jax.memory import nbytes
 from specla_jax.model import GatedDeltaNetLM, call
@@ -63,6 +65,26 @@ def test_greedy_tokens(name: str) -> None:
             reference.model, reference.prompts, method=method, packed="reference", max_new_tokens=32, **options
         )
         assert result.tokens == [tokens[:32] for tokens in reference.greedy], method
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_a_drafter_over_packed_weights(base: Reference, tmp_path: Path, draft_vocab_size) -> None:
+    """The same text, and of random weights the same drafts accepted."""
+    config = EagleConfig(
+        hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64, target_hidden_size=64,
+        target_num_hidden_layers=2, target_vocab_size=96, window=24, draft_vocab_size=draft_vocab_size,
+    )  # fmt: skip
+    save_drafter(init_eagle(jax.random.key(0), config), config, tmp_path)
+    options = {"method": "tree", "drafter": tmp_path, "draft": DraftConfig(depth=3, branch=3, nodes=12)}
+    plain, packed = (
+        generate(base.model, base.prompts, **options, max_new_tokens=48, packed=name) for name in (None, "reference")
+    )
+    assert packed.tokens == plain.tokens == [tokens[:48] for tokens in base.greedy]
+    assert packed.accepted_at_depth == plain.accepted_at_depth
+    assert sum(packed.accepted) > 0
+    if draft_vocab_size is None:
+        _, params = get_drafter(tmp_path, options["draft"], base.model, "reference")
+        assert params["packed"].head is base.model.decode_weights.head
 
 
 def test_packed_weights_are_made_once_and_counted(base: Reference) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from eagle_weights import weights
 from specla_jax.config import DraftConfig, Dtype
-from specla_jax.drafters import Accepted, Context, EagleConfig, EagleDrafter, NgramDrafter
+from specla_jax.drafters import Accepted, Context, EagleConfig, EagleDrafter, EagleStep, NgramDrafter
 from specla_jax.drafters.eagle_layer import eagle_forward, fuse_features
 from specla_jax.errors import UserError
 
@@ -31,9 +31,12 @@ REDUCED = replace(CONFIG, hidden_size=12, draft_vocab_size=10, feature_norm=Fals
 DRAFT = DraftConfig(depth=DEPTH, branch=1, nodes=NODES)
 
 
-def build(config: EagleConfig, draft: DraftConfig = DRAFT, dtype: Dtype = "float32", tied: bool = False):
+def build(
+    config: EagleConfig, draft: DraftConfig = DRAFT, dtype: Dtype = "float32", tied: bool = False, packed: bool = False
+):
     """A drafter and its params."""
-    drafter = EagleDrafter(draft=draft, config=config, dtype=dtype)
+    step = EagleStep(config=config, implementation="reference") if packed else None
+    drafter = EagleDrafter(draft=draft, config=config, dtype=dtype, step=step)
     eagle = weights(config)
     rng = np.random.default_rng(3)
     target = {"embeddings": {"embedding": jnp.asarray(rng.normal(size=(V, D)), jnp.float32)}}
@@ -169,9 +172,10 @@ def test_forward_equals_reference(config):
     np.testing.assert_allclose(short[0, :9], expected[:9], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("config", [CONFIG, REDUCED])
-def test_observed_in_ragged_steps_equals_from_scratch(config):
-    drafter, params = build(config)
+def test_observed_in_ragged_steps_equals_from_scratch(config, packed):
+    drafter, params = build(config, packed=packed)
     lengths = [1, 4, 13]
     tokens, features = random_text(3)
     reference = Reference(params, config)
@@ -195,13 +199,14 @@ def test_observed_in_ragged_steps_equals_from_scratch(config):
     assert lengths == [21, 12, 28]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("config", "depth", "branch", "tied"),
     [(CONFIG, 3, 2, True), (REDUCED, 3, 3, False), (CONFIG, 10, 1, False), (CONFIG, 1, 4, False)],
 )
-def test_proposed_log_probs_equal_from_scratch(config, depth, branch, tied):
+def test_proposed_log_probs_equal_from_scratch(config, depth, branch, tied, packed):
     pool = 1 + branch + (depth - 1) * branch**2
-    drafter, params = build(config, DraftConfig(depth=depth, branch=branch, nodes=pool), tied=tied)
+    drafter, params = build(config, DraftConfig(depth=depth, branch=branch, nodes=pool), tied=tied, packed=packed)
     lengths = [1, 12]
     tokens, features = random_text(2, seed=3)
     context = context_of(tokens, lengths)
@@ -259,14 +264,16 @@ def test_window_shorter_than_the_text_keeps_drafting():
     assert np.isfinite(np.asarray(tree.log_prob)).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_carry_keeps_shapes_and_dtypes(dtype):
+def test_carry_keeps_shapes_and_dtypes(dtype, packed):
     draft = DraftConfig(depth=DEPTH, branch=2, nodes=NODES, prune_tau=3.0)
     tokens, features = random_text(2)
     context = context_of(tokens, [3, 9])
     accepted = accepted_of(tokens, features, [3, 9], [2, 0], seed=0)
     ngram = (NgramDrafter(draft=draft), ())
-    for drafter, params in (build(CONFIG, draft, dtype), build(REDUCED, draft, dtype), ngram):
+    eagles = (build(config, draft, dtype, packed=packed) for config in (CONFIG, REDUCED))
+    for drafter, params in (*eagles, ngram):
         carry = jax.eval_shape(partial(init, drafter), params, context, jnp.asarray(features))
         tree, proposed = jax.eval_shape(partial(propose, drafter), params, carry, context)
         observed = jax.eval_shape(partial(observe, drafter), params, proposed, accepted)

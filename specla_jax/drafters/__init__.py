@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.implementations import Implementation
 from specla_jax.config import DraftConfig
 from specla_jax.drafters.base import Accepted, Context, Drafter
 from specla_jax.drafters.eagle import EagleCarry, EagleDrafter
 from specla_jax.drafters.eagle_files import load_drafter, save_drafter
 from specla_jax.drafters.eagle_layer import EagleConfig, init_eagle
+from specla_jax.drafters.eagle_step import EagleStep
 from specla_jax.drafters.ngram import NgramDrafter
 from specla_jax.drafters.none import NoneDrafter
 from specla_jax.drafters.scripted import Script, ScriptedDrafter, script_chain, script_trees
@@ -24,6 +26,7 @@ __all__ = [
     "EagleCarry",
     "EagleConfig",
     "EagleDrafter",
+    "EagleStep",
     "NgramDrafter",
     "NoneDrafter",
     "Script",
@@ -38,14 +41,19 @@ __all__ = [
 
 
 def get_drafter(
-    spec: str | PathLike[str] | tuple[Drafter, Any] | None, draft: DraftConfig, target: Any
+    spec: str | PathLike[str] | tuple[Drafter, Any] | None,
+    draft: DraftConfig,
+    target: Any,
+    packed: Implementation | None = None,
 ) -> tuple[Drafter, Any]:
     """A drafter and its params.
 
     Args:
       spec: None or "none", "ngram", a drafter folder, or a (drafter, params) pair, which is returned as it is.
       draft: the size of the trees.
-      target: what the drafter drafts for; read only for a folder (``identity``, ``params``, ``dtype``).
+      target: what the drafter drafts for; read only for a folder (``identity``, ``params``, ``dtype``; with ``packed``
+        its ``decode_weights``).
+      packed: a drafter that is read from a folder drafts over packed weights, their products by this implementation.
 
     Raises:
       UserError: anything else, a folder that does not exist, or a drafter of another target.
@@ -64,5 +72,9 @@ def get_drafter(
     config, weights = load_drafter(Path(spec), target)
     if target.dtype == "float32":  # widened once, not in every round
         weights = jax.tree.map(lambda x: x.astype("float32") if jnp.issubdtype(x.dtype, jnp.floating) else x, weights)
-    drafter = EagleDrafter(draft=draft, config=config, dtype=target.dtype)
-    return drafter, drafter.bind(weights, target.params)
+    step, head = None, None
+    if packed is not None:
+        step = EagleStep(config=config, implementation=packed)
+        head = target.decode_weights.head if config.draft_vocab_size is None else None
+    drafter = EagleDrafter(draft=draft, config=config, dtype=target.dtype, step=step)
+    return drafter, drafter.bind(weights, target.params, head)

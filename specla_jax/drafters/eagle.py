@@ -18,6 +18,7 @@ from specla_jax.drafters.eagle_layer import (
     pair_input,
     pair_keys_values,
 )
+from specla_jax.drafters.eagle_step import EagleStep, eagle_weights, no_drafts
 from specla_jax.errors import UserError
 from specla_jax.tree import DraftTree, root_only, select_nodes
 
@@ -70,11 +71,14 @@ class EagleDrafter:
     A tree is grown by cumulative log-probability: the ``branch`` best children of the root, then for each further
     level the ``branch`` best nodes of the level before, each with its ``branch`` best children; the best ``nodes`` of
     all of them are proposed (arXiv 2406.16858). Branch 1 makes a chain.
+
+    With a ``step`` the layer runs over packed weights, which ``bind`` makes: params["packed"].
     """
 
     draft: DraftConfig
     config: EagleConfig
     dtype: Dtype = "float32"
+    step: EagleStep | None = None
     needs_features: bool = True
 
     def __post_init__(self) -> None:
@@ -85,12 +89,19 @@ class EagleDrafter:
     def feature_layers(self) -> tuple[int, ...] | None:
         return self.config.feature_layers
 
-    def bind(self, eagle_params: Params, target_params: dict[str, Any]) -> Params:
-        """The drafter's params with the embedding and, where needed, the head of its target; no copies are made."""
+    def bind(
+        self, eagle_params: Params, target_params: dict[str, Any], packed_head: Float[Array, "P D"] | None = None
+    ) -> Params:
+        """The drafter's params with the embedding and, where needed, the head of its target, which are not copied.
+
+        With a ``step``, ``packed_head`` is the target's head as its own step reads it; None to pack it here.
+        """
         params: Params = {"eagle": eagle_params, "embedding": target_params["embeddings"]["embedding"]}
         params["temperature"] = jnp.float32(self.config.temperature)
         if self.config.draft_vocab_size is None and "lm_head" in target_params:
             params["head"] = target_params["lm_head"]["kernel"]
+        if self.step is not None:
+            params["packed"] = eagle_weights(params, self.dtype, packed_head)
         return params
 
     def init(self, params: Params, context: Context, features: Float[Array, "B T features"] | None) -> EagleCarry:
@@ -124,7 +135,11 @@ class EagleDrafter:
         feature = fuse_features(eagle, config, states, self.dtype)
         tokens = jnp.where(step < count, accepted.tokens, 0)
         pair = pair_input(eagle, config, self._embed(params, tokens), feature)
-        key, value = pair_keys_values(eagle, config, pair, positions)
+        if self.step is None:
+            key, value = pair_keys_values(eagle, config, pair, positions)
+        else:
+            pair = self.step.projections(params["packed"], pair)
+            key, value = self.step.keys_values(pair, positions, self.dtype)
 
         # Slots of pairs that are not committed, or would be overwritten at once, are out of range and dropped.
         written = (step < count) & (step >= count - config.window)
@@ -135,9 +150,15 @@ class EagleDrafter:
 
         last = jnp.maximum(count - 1, 0)[:, :, None]
         pair, feature = (jnp.take_along_axis(x, last, axis=1) for x in (pair, feature))
-        held = _slot_positions(accepted.context.length, config.window) >= 0
-        segments = [(ring_key, ring_value, held[:, None])]
-        hidden = eagle_layer(eagle, config, pair, feature, length - 1, segments)[:, 0]
+        if self.step is None:
+            held = _slot_positions(accepted.context.length, config.window) >= 0
+            segments = [(ring_key, ring_value, held[:, None])]
+            hidden = eagle_layer(eagle, config, pair, feature, length - 1, segments)[:, 0]
+        else:  # as a draft below the text before it, whose slot in the ring is then out of the window
+            *drafts, ancestors = no_drafts(len(pair), config, self.dtype)
+            ring, before = (ring_key, ring_value), accepted.context.length - 1
+            hidden, *_ = self.step.layer(params["packed"], pair, feature, ring, tuple(drafts), ancestors, before, 1)
+            hidden = hidden[:, 0]
         return EagleCarry(key=ring_key, value=ring_value, hidden=jnp.where(count > 0, hidden, carry.hidden))
 
     def propose(self, params: Params, carry: EagleCarry, context: Context) -> tuple[DraftTree, EagleCarry]:
@@ -179,16 +200,22 @@ class EagleDrafter:
             value=jnp.zeros(heads, self.dtype),
         )
 
-        def grow(frontier: _Frontier, level: Array) -> tuple[_Frontier, tuple[Array, Array, Array]]:
+        def grow(frontier: _Frontier, level: Array | int) -> tuple[_Frontier, tuple[Array, Array, Array]]:
             return self._grow(params, carry, length, frontier, level)
 
-        unroll = depth - 1 if depth <= _UNROLLED_LEVELS else 1
-        _, grown = jax.lax.scan(grow, frontier, jnp.arange(1, depth), unroll=unroll)
-        below = [jnp.moveaxis(x, 0, 1).reshape(rows, -1) for x in grown]
+        if depth <= _UNROLLED_LEVELS:
+            levels = []
+            for level in range(1, depth):
+                frontier, grown = grow(frontier, level)
+                levels.append(grown)
+            below = [jnp.concatenate(parts, axis=1) for parts in zip(*levels)]
+        else:
+            _, grown = jax.lax.scan(grow, frontier, jnp.arange(1, depth))
+            below = [jnp.moveaxis(x, 0, 1).reshape(rows, -1) for x in grown]
         return below[0], below[1], below[2]
 
     def _grow(
-        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array
+        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array | int
     ) -> tuple[_Frontier, tuple[Array, Array, Array]]:
         """Runs the frontier, ``level`` edges below the root, through the layer; returns its children too."""
         eagle, config, branch = params["eagle"], self.config, self.draft.branch
@@ -196,22 +223,28 @@ class EagleDrafter:
         position = (length - 1 + level)[:, None]  # [B, 1]
         positions = jnp.broadcast_to(position, (rows, branch))
         pair = pair_input(eagle, config, self._embed(params, frontier.tokens), frontier.feature)
-        key, value = pair_keys_values(eagle, config, pair, positions)
         first = (level - 1) * branch
-        draft_key = jax.lax.dynamic_update_slice_in_dim(frontier.key, key, first, axis=1)
-        draft_value = jax.lax.dynamic_update_slice_in_dim(frontier.value, value, first, axis=1)
-
         own = jnp.arange(frontier.ancestors.shape[2]) == (first + jnp.arange(branch))[:, None]  # [branch, slots]
         path = frontier.ancestors | own
-        # Draft slots are one level apart, so slot // branch + 1 is a node's level; old positions leave the window.
-        near = jnp.arange(path.shape[2]) // branch + 1 > level - config.window
-        held = _slot_positions(length, config.window)
-        ring = (held >= 0) & (held > position - config.window)
-        segments = [
-            (carry.key, carry.value, jnp.broadcast_to(ring[:, None], (rows, branch, config.window))),
-            (draft_key, draft_value, path & near),
-        ]
-        hidden = eagle_layer(eagle, config, pair, frontier.feature, positions, segments)  # [B, branch, D]
+        if self.step is None:
+            key, value = pair_keys_values(eagle, config, pair, positions)
+            draft_key = jax.lax.dynamic_update_slice_in_dim(frontier.key, key, first, axis=1)
+            draft_value = jax.lax.dynamic_update_slice_in_dim(frontier.value, value, first, axis=1)
+            # Draft slots are one level apart, so slot // branch + 1 is a node's level; old positions leave the window.
+            near = jnp.arange(path.shape[2]) // branch + 1 > level - config.window
+            held = _slot_positions(length, config.window)
+            ring = (held >= 0) & (held > position - config.window)
+            segments = [
+                (carry.key, carry.value, jnp.broadcast_to(ring[:, None], (rows, branch, config.window))),
+                (draft_key, draft_value, path & near),
+            ]
+            hidden = eagle_layer(eagle, config, pair, frontier.feature, positions, segments)  # [B, branch, D]
+        else:
+            ring, drafts = (carry.key, carry.value), (frontier.key, frontier.value)
+            qkv = self.step.projections(params["packed"], pair)
+            hidden, draft_key, draft_value = self.step.layer(
+                params["packed"], qkv, frontier.feature, ring, drafts, frontier.ancestors, length, level
+            )
 
         tokens, step = self._best_children(params, hidden)  # [B, branch, branch]
         tokens = tokens.reshape(rows, -1)
@@ -221,11 +254,11 @@ class EagleDrafter:
         best, chosen = jax.lax.top_k(log_prob, branch)
         parent = chosen // branch
         grown = _Frontier(
-            tokens=jnp.take_along_axis(tokens, chosen, axis=1),
-            feature=jnp.take_along_axis(hidden, parent[:, :, None], axis=1),
+            tokens=_take(tokens, chosen),
+            feature=_take(hidden, parent[:, :, None]),
             log_prob=best,
             pool_index=1 + branch + (level - 1) * branch**2 + chosen,
-            ancestors=jnp.take_along_axis(path, parent[:, :, None], axis=1),
+            ancestors=_take(path, parent[:, :, None]),
             key=draft_key,
             value=draft_value,
         )
@@ -239,19 +272,26 @@ class EagleDrafter:
     ) -> tuple[Int[Array, "B T branch"], Float[Array, "B T branch"]]:
         """Tokens of the target's vocabulary and their log-probabilities, best first."""
         eagle = params["eagle"]
-        if self.config.draft_vocab_size is not None:
-            head = eagle["lm_head"]["kernel"]
+        if self.step is not None:
+            logits = self.step.logits(params["packed"], hidden)
+        elif self.config.draft_vocab_size is not None:
+            logits = draft_logits(eagle, self.config, hidden, eagle["lm_head"]["kernel"])
         else:
             head = params["head"] if "head" in params else params["embedding"].T
-        logits = draft_logits(eagle, self.config, hidden, head)
+            logits = draft_logits(eagle, self.config, hidden, head)
         # The softmax of the best alone: of all of them it would write an array as large as the logits.
-        scaled = logits / params["temperature"]
-        best, token = jax.lax.top_k(scaled, self.draft.branch)
+        best, token = jax.lax.top_k(logits, self.draft.branch)
         above = best[..., :1]
-        best = best - above - jnp.log(jnp.sum(jnp.exp(scaled - above), axis=-1, keepdims=True))
+        total = jnp.sum(jnp.exp((logits - above) / params["temperature"]), axis=-1, keepdims=True)
+        best = (best - above) / params["temperature"] - jnp.log(total)
         if self.config.draft_vocab_size is not None:
             token = eagle["draft_to_target"][token]
         return token.astype(jnp.int32), best
+
+
+def _take(values: Array, index: Array) -> Array:
+    """``take_along_axis`` of indices that are in bounds, which are then not checked."""
+    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
 
 
 def _slot_positions(length: Int[Array, " B"], window: int) -> Int[Array, "B window"]:

@@ -177,7 +177,7 @@ def pair_keys_values(
     heads = (*pair.shape[:2], config.num_kv_heads, config.head_dim)
     key = _dense(pair, params["attn"]["k_proj"]["kernel"]).reshape(heads)
     value = _dense(pair, params["attn"]["v_proj"]["kernel"]).reshape(heads)
-    return _rotate(key, positions, config.rope_theta), value
+    return rotate(key, positions, config.rope_theta), value
 
 
 def eagle_layer(
@@ -204,7 +204,7 @@ def eagle_layer(
     batch, length = positions.shape
     kv, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     query = _dense(pair, params["attn"]["q_proj"]["kernel"]).reshape(batch, length, config.num_heads, config.head_dim)
-    query = _rotate(query, positions, config.rope_theta).reshape(batch, length, kv, group, config.head_dim)
+    query = rotate(query, positions, config.rope_theta).reshape(batch, length, kv, group, config.head_dim)
 
     scores = []
     for key, _, mask in segments:
@@ -266,10 +266,8 @@ def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
 
-def _rotate(
-    x: Float[Array, "B T heads dh"], positions: Int[Array, "B T"], theta: float
-) -> Float[Array, "B T heads dh"]:
-    """Rotary positions (arXiv 2104.09864), the two halves of a head as the pairs."""
+def rotate(x: Float[Array, "B T heads dh"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T heads dh"]:
+    """Heads turned by their positions (arXiv 2104.09864), the two halves of a head as the pairs."""
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency
