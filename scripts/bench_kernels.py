@@ -24,11 +24,12 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the card; read when jax is imported
 
 import bench_loops as loops
+import bench_plots
 import bench_products
 import benching
 import jax
 from bench_loops import PATH, Columns, Setup, Shape
-from benching import Fla, Loop, Results, Timing, fastest, nbytes, show, table
+from benching import Fla, Loop, Results, Timing, fastest, nbytes, ratio, scaled, show, table
 
 from kernels_pallas import gdn_verify
 from kernels_pallas.tiles import Tile
@@ -150,16 +151,6 @@ class Bench:
         tile = self.chosen[kind, batch, at]
         timed = fastest([tile] if tile else [], lambda tile: build(nodes, tile), kind, self.setup.timing.repeats)
         return (timed[0][0], "{}x{}".format(*tile)) if tile and timed else (None, "-")
-
-
-def ratio(other: float | None, ours: float) -> float | None:
-    """How many times faster ours is."""
-    return None if other is None else other / ours
-
-
-def scaled(seconds: float | None, by: float) -> float | None:
-    """Seconds in another unit."""
-    return None if seconds is None else seconds * by
 
 
 def size(bench: Bench) -> None:
@@ -358,11 +349,7 @@ def targets(results: Results) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def add(what: str, bound: float, values: Sequence[float | None], most: bool) -> None:
-        known = [value for value in values if value is not None]
-        worst = None if not known else max(known) if most else min(known)
-        met = None if worst is None else worst <= bound if most else worst >= bound
-        sign = "<=" if most else ">="
-        found.append({"target": what, "bound": f"{sign} {bound:g}", "worst": worst, "met": met})
+        found.append(benching.judge(what, bound, values, most=most))
 
     rows = results.rows("verify")
 
@@ -413,16 +400,14 @@ COLUMNS = {
 def report(results: Results) -> None:
     """The targets, then the tables; and the figure, beside the results."""
     if any(results.rows(section) for section in SECTIONS):
-        met = {True: "yes", False: "NO", None: "-"}
-        found = [row | {"met": met[row["met"]]} for row in targets(results)]
-        print(f"\ntargets\n{table(found, {key: key for key in ('target', 'bound', 'worst', 'met')})}")
+        print(f"\n{benching.verdicts(targets(results))}")
     for section, columns in COLUMNS.items():
         if rows := results.rows(section):
             print(f"\n{section}\n{table(rows, {key: key.replace('_', ' ') for key in columns.split()})}")
     if rows := results.rows("verify"):
         meta = results.data["meta"]
         floor = 4 * math.prod(SHAPES[meta["shape"]].state) / (1e9 * meta["read_gbps"])
-        benching.plot_verify(rows, floor, results.path.with_name("verify.png"))
+        bench_plots.plot_verify(rows, floor, results.path.with_name("verify.png"))
     print(f"\n{results.path}", flush=True)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +124,16 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def ratio(other: float | None, ours: float) -> float | None:
+    """How many times faster ours is."""
+    return None if other is None else other / ours
+
+
+def scaled(seconds: float | None, by: float) -> float | None:
+    """Seconds in another unit."""
+    return None if seconds is None else seconds * by
+
+
 class Results:
     """Figures by section, written to ``path`` after every row, since a run may be cut."""
 
@@ -170,8 +180,23 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
+def judge(what: str, bound: float, values: Sequence[float | None], *, most: bool) -> dict[str, Any]:
+    """A target and the worst of the figures held against it; met is None for what was not measured."""
+    known = [value for value in values if value is not None]
+    worst = None if not known else max(known) if most else min(known)
+    met = None if worst is None else worst <= bound if most else worst >= bound
+    return {"target": what, "bound": f"{'<=' if most else '>='} {bound:g}", "worst": worst, "met": met}
+
+
+def verdicts(found: list[dict[str, Any]]) -> str:
+    """The table of what :func:`judge` found."""
+    met = {True: "yes", False: "NO", None: "-"}
+    rows = [row | {"met": met[row["met"]]} for row in found]
+    return f"targets\n{table(rows, {key: key for key in ('target', 'bound', 'worst', 'met')})}"
+
+
 class Fla:
-    """flash-linear-attention's kernels, timed in CUDA graphs; every time is None where it is not installed."""
+    """flash-linear-attention's kernels and model; every time is None where it is not installed."""
 
     def __init__(self, timing: Timing) -> None:
         self.timing = timing
@@ -192,6 +217,75 @@ class Fla:
     def prefill(self, rows: int, tokens: int, sizes: Sizes) -> float | None:
         """Seconds of the chunked forward pass over a prompt, one layer."""
         return self._fastest("chunk_gated_delta_rule", rows, tokens, sizes, 1)
+
+    def decode(self, config: dict[str, Any], batch: int) -> dict[str, float | None]:
+        """Seconds of a token of its model in bfloat16, with random weights.
+
+        Args:
+          config: content of its config.json.
+          batch: rows.
+
+        Returns:
+          By way of decoding: ``generate``; ``eager``, its forward pass and argmax called from Python; ``graph``, the
+          same replayed from a CUDA graph.
+        """
+        ways = {"generate": self._generate_seconds, "eager": self._eager_seconds, "graph": self._replay_seconds}
+        times: dict[str, float | None] = dict.fromkeys(ways)
+        if self.version is None:
+            return times
+        torch = self.torch
+        try:
+            models = importlib.import_module("fla.models")
+            with torch.device("cuda"):
+                model = models.GatedDeltaNetForCausalLM(models.GatedDeltaNetConfig.from_dict(config))
+            model = model.to(torch.bfloat16).eval()
+            prompt = torch.randint(1, config["vocab_size"], (batch, 32), device="cuda")
+        except Exception as error:
+            print(f"  the model of flash-linear-attention fails: {_first_line(error)}", flush=True)
+            return times
+        for name, seconds in ways.items():
+            try:
+                with torch.no_grad():  # with gradients its layers take the chunked kernel for a single token too
+                    times[name] = seconds(model, prompt)
+            except Exception as error:
+                print(f"  {name} of flash-linear-attention fails: {_first_line(error)}", flush=True)
+        del model
+        torch.cuda.empty_cache()
+        return times
+
+    def _generate_seconds(self, model: Any, prompt: Any) -> float:
+        short, long = 8, 40
+
+        def sample(tokens: int) -> float:
+            start = time.perf_counter()
+            model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+            self.torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        sample(short)  # warms up
+        return median((sample(long) - sample(short)) / (long - short) for _ in range(3))
+
+    def _eager_seconds(self, model: Any, prompt: Any) -> float:
+        step = self._token_step(model, prompt)
+
+        def sample(tokens: int) -> float:
+            start = time.perf_counter()
+            for _ in range(tokens):
+                step()
+            self.torch.cuda.synchronize()
+            return (time.perf_counter() - start) / tokens
+
+        sample(3)
+        return median(sample(16) for _ in range(3))
+
+    def _replay_seconds(self, model: Any, prompt: Any) -> float:
+        return self._graph_seconds(self._token_step(model, prompt))
+
+    def _token_step(self, model: Any, prompt: Any) -> Callable[[], Any]:
+        """A token more after ``prompt``; its cache moves on, the token that is fed stays, since a graph fixes it."""
+        cache = model(prompt, use_cache=True).past_key_values
+        token = prompt[:, -1:].clone()
+        return lambda: model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
 
     def _fastest(self, name: str, rows: int, tokens: int, sizes: Sizes, layers: int) -> float | None:
         if self.version is None:
@@ -247,47 +341,7 @@ class Fla:
         return median(sample(replays) for _ in range(self.timing.repeats))
 
 
-def plot_verify(rows: list[dict[str, Any]], floor: float, path: Path) -> None:
-    """Time against nodes, a panel a batch, to a PNG file. ``floor``: seconds to read the state of a layer and row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines = (  # keys, label, colour (Okabe and Ito's, told apart by all), marker
-        (("us",), "gdn_verify (tree)", "#0072B2", "o"),
-        (("walk_us", "walk_keep_us"), "walk, a state a node (tree)", "#D55E00", "s"),
-        (("replay_us",), "replay of every path (tree)", "#009E73", "^"),
-        (("fla_us",), "flash-linear-attention (chain)", "#CC79A7", "D"),
-    )
-    batches = sorted({row["batch"] for row in rows})
-    figure, panels = pyplot.subplots(
-        1, len(batches), figsize=(4.2 * len(batches), 4.2), squeeze=False, layout="constrained"
-    )
-    for panel, batch in zip(panels[0], batches, strict=True):
-        here = sorted((row for row in rows if row["batch"] == batch), key=lambda row: row["nodes"])
-        for keys, label, colour, marker in lines:
-            points = [(row["nodes"], [row[key] for key in keys if row.get(key) is not None]) for row in here]
-            points = [(nodes, min(times)) for nodes, times in points if times]
-            if points:
-                panel.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
-        panel.axhline(1e6 * batch * floor, color="0.4", linestyle="--", linewidth=1, label="state read once")
-        ticks = [row["nodes"] for row in here]
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(ticks, [str(tick) for tick in ticks])
-        panel.set_title(f"batch {batch}")
-        panel.set_xlabel("nodes")
-        panel.grid(True, which="major", color="0.9")
-        panel.set_axisbelow(True)
-    panels[0][0].set_ylabel("µs a layer")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def stop(message: str) -> None:
+def stop(message: str) -> NoReturn:
     """End with one line on stderr and exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)

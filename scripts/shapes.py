@@ -19,3 +19,4 @@ def shape(layers: int, hidden: int, heads: int, head: int, mlp: int, vocab: int,
 
 
 GDN_1P3B = shape(24, 2048, 8, 256, 5632, 32000, False)  # m-a-p/1.3B-100B-GatedDeltaNet-pure
+TINY = shape(2, 32, 1, 16, 48, 64, False)  # runs anywhere

@@ -1,7 +1,9 @@
 """Settings and fixtures shared by the tests."""
 
 import gc
+import importlib
 import os
+from pathlib import Path
 
 # Tests compile far longer than they run. Without LLVM's optimisations, with the older of XLA's two code generators and
 # with one piece of machine code a program, they compile in less than half of the time, into fewer memory maps.
@@ -38,3 +40,10 @@ def reference(request: pytest.FixtureRequest) -> Reference:
 def base() -> Reference:
     """The plainest of them."""
     return load_reference("base")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch):
+    """Imports a script by name, as Python does for the one it runs."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    return importlib.import_module

@@ -1,22 +1,11 @@
 """The benchmark of the kernels runs without a GPU at tiny sizes; its figures then mean nothing, its form does."""
 
-import importlib
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """Imports a script by name, as Python does for the one it runs."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
 
 
 def test_a_tiny_run_writes_its_figures(scripts, tmp_path, capsys):
