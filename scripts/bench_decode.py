@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, nargs="+", default=[5, 7], help="drafts of the chains")
     parser.add_argument("--oracle", type=float, nargs="*", metavar="P", help="probabilities; without any, a range")
     parser.add_argument("--method", choices=("chain", "tree"), default="chain", help="of the oracle")
+    parser.add_argument("--packed", choices=("mosaic_gpu", "reference"), help="verify and draft over packed weights")
     parser.add_argument("--tokens", type=int, default=1024, help="a generation's length at most, a power of two")
     parser.add_argument("--repeats", type=int, default=5, help="samples that a median is taken of")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -224,7 +225,11 @@ def run(args: argparse.Namespace) -> Results:
     model = (
         random_target(SHAPES[shape], args.dtype) if args.target is None else load_target(args.target, dtype=args.dtype)
     )
-    drafter = random_drafter(model) if args.drafter is None else get_drafter(args.drafter, TREE, model)
+    drafter = (
+        random_drafter(model, args.packed)
+        if args.drafter is None
+        else get_drafter(args.drafter, TREE, model, args.packed)
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     read = read_bandwidth(**({} if on_gpu else {"size": 2**24}))
     fla = Fla(Timing(repeats=args.repeats)) if "peers" in sections else None
@@ -236,6 +241,7 @@ def run(args: argparse.Namespace) -> Results:
         "target": shape if args.target is None else args.target.name,
         "drafter": "random" if args.drafter is None else args.drafter.name,
         "dtype": args.dtype,
+        "packed": args.packed,
         "tokens": args.tokens,
         "repeats": args.repeats,
         "compilation_cache": jax.config.values["jax_compilation_cache_dir"] is not None,
@@ -243,7 +249,15 @@ def run(args: argparse.Namespace) -> Results:
     }
     print("  ".join(f"{key}={show(value)}" for key, value in meta.items()), flush=True)
     results = Results(args.out / "bench_decode.json", meta)
-    bench = Bench(model=model, drafter=drafter, tokens=args.tokens, repeats=args.repeats, read=read, results=results)
+    bench = Bench(
+        model=model,
+        drafter=drafter,
+        tokens=args.tokens,
+        repeats=args.repeats,
+        read=read,
+        results=results,
+        packed=args.packed,
+    )
     if "verify" in sections:
         verify(bench, args.batch, args.nodes)
     if "draft" in sections:

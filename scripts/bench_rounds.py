@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from benching import Results, stop
 
+from kernels_pallas.implementations import Implementation
 from specla_jax.config import DraftConfig, Dtype, SamplingConfig, TargetConfig
-from specla_jax.drafters import EagleDrafter, init_eagle
+from specla_jax.drafters import EagleDrafter, EagleStep, init_eagle
 from specla_jax.generate import GenerationResult, Method, generate
 from specla_jax.lossless import first_difference
 from specla_jax.memory import nbytes
@@ -53,11 +54,14 @@ def random_target(config: TargetConfig, dtype: Dtype) -> Target:
     return Target(config=config, params=params, dtype=dtype, path=Path("random"))
 
 
-def random_drafter(model: Target) -> tuple[EagleDrafter, Any]:
+def random_drafter(model: Target, packed: Implementation | None = None) -> tuple[EagleDrafter, Any]:
     """An EAGLE drafter of the default shape; its temperature makes it sure of its drafts, so that trees are deep."""
     config = default_config(model, temperature=0.1)
-    drafter = EagleDrafter(draft=TREE, config=config, dtype=model.dtype)
-    return drafter, drafter.bind(init_eagle(jax.random.key(1), config, model.dtype), model.params)
+    step, head = None, None
+    if packed is not None:
+        step, head = EagleStep(config=config, implementation=packed), model.decode_weights.head
+    drafter = EagleDrafter(draft=TREE, config=config, dtype=model.dtype, step=step)
+    return drafter, drafter.bind(init_eagle(jax.random.key(1), config, model.dtype), model.params, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,7 @@ class Bench:
       tokens: output lengths lie between half of this power of two and it, and share a program.
       repeats: samples that a median is taken of.
       read: measured bandwidth in bytes a second.
+      packed: the step over packed weights, by this implementation; None for the model's own.
       plain: `ar` by batch, once measured.
     """
 
@@ -101,6 +106,7 @@ class Bench:
     repeats: int
     read: float
     results: Results
+    packed: Implementation | None = None
     plain: dict[int, Measured] = field(default_factory=dict)
 
     def measure(self, batch: int, method: Method, drafter: Any = None, draft: DraftConfig | None = None) -> Measured:
@@ -111,7 +117,8 @@ class Bench:
         prompts = [list(PROMPT)] * batch
 
         def decode(count: int) -> GenerationResult:
-            return generate(self.model, prompts, method=method, drafter=drafter, draft=draft, max_new_tokens=count)
+            options: dict[str, Any] = {"method": method, "drafter": drafter, "draft": draft, "packed": self.packed}
+            return generate(self.model, prompts, max_new_tokens=count, **options)
 
         pairs = [(decode(short), decode(long)) for _ in range(self.repeats + 1)]
         first, last = pairs[0]

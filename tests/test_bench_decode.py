@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specla_jax.config import DraftConfig
+from specla_jax.decode_step import DecodeStep
 from specla_jax.drafters import Context, ScriptedDrafter, script_chain, script_trees
 from specla_jax.generate import generate
 
@@ -49,6 +50,19 @@ def test_a_tiny_run_writes_its_figures(scripts, tmp_path, capsys):
     bench.main(["--report", *out])
     assert capsys.readouterr().out == printed[printed.index("\nrounds\n") :]
     assert (tmp_path / "oracle.png").exists()
+
+
+def test_packed_weights_give_the_same_rounds(scripts, tmp_path, monkeypatch):
+    bench, used = scripts("bench_decode"), []
+    verify = DecodeStep.verify
+    monkeypatch.setattr(
+        DecodeStep, "verify", lambda self, *args: used.append(self.implementation) or verify(self, *args)
+    )
+    options = ["--only", "draft", "--batch", "1", "--depth", "2", "--packed", "reference"]
+    bench.main([*TINY, *options, "--out", str(tmp_path)])
+    data = json.loads((tmp_path / "bench_decode.json").read_text())
+    assert [(row["method"], row["near_ties"]) for row in data["rounds"]] == [("ar", 0), ("chain", 0), ("tree", 0)]
+    assert set(used) == {data["meta"]["packed"]} == {"reference"}
 
 
 @pytest.mark.parametrize(

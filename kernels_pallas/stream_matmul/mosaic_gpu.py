@@ -228,11 +228,12 @@ def _kernel(*refs, plan: Plan, interpret: bool, **smem) -> None:
     h_ref = inputs.pop() if plan.residual is not None else None
     block, parts = lax.axis_index("block"), plan.tile.split
     if parts == 1 or interpret:  # which stores into no other program's memory: one takes the parts in turn
-        y = functools.reduce(jnp.add, [_stream(inputs, h_ref, block, part, plan, smem) for part in range(parts)])
+        ys = [_stream(inputs, h_ref, block, part, plan, smem, interpret) for part in range(parts)]
+        y = functools.reduce(jnp.add, ys)
         return _finish(y, h_ref, o_ref, block, plan, smem)
 
     part = lax.axis_index("part")
-    y = _stream(inputs, h_ref, block, part, plan, smem)
+    y = _stream(inputs, h_ref, block, part, plan, smem, interpret)
 
     @pl.when(part > 0)
     def _():
@@ -246,7 +247,7 @@ def _kernel(*refs, plan: Plan, interpret: bool, **smem) -> None:
         _finish(functools.reduce(jnp.add, others, y), h_ref, o_ref, block, plan, smem)
 
 
-def _stream(inputs: list, h_ref, block, part, plan: Plan, smem: dict[str, Any]) -> jax.Array:
+def _stream(inputs: list, h_ref, block, part, plan: Plan, smem: dict[str, Any], interpret: bool) -> jax.Array:
     """The sums [64, N] f32 of a block over a part of the depth, normed. The first part asks for the residual."""
     x_ref, w_ref, *scale_ref = inputs
     steps, stages, depth = plan.steps, plan.tile.stages, plan.tile.depth
@@ -268,7 +269,10 @@ def _stream(inputs: list, h_ref, block, part, plan: Plan, smem: dict[str, Any]) 
 
     for step in range(stages):
         ask_weights(step)
-    # What the launch before this one wrote is read from here on.
+    # What the launch before this one wrote is read from here on, and nothing is written before.
+    if plan.tile.overlap and not interpret:
+        plgpu.griddepcontrol_wait()  # pyrefly: ignore[missing-attribute]
+        plgpu.griddepcontrol_launch_dependents()  # pyrefly: ignore[missing-attribute]
     for step in range(stages):
         ask_tokens(step)
     if h_ref is not None:

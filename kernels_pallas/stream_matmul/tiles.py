@@ -24,12 +24,15 @@ class Tile:
         stages: the most steps in shared memory; as many as fit.
         split: programs of a cluster, which share the depth of a block.
         programs: that a multiprocessor is to hold, each with its part of the shared memory.
+        overlap: begin while the launch before still runs (programmatic dependent launch): the first weights, which no
+            launch writes, are asked for then, and all that it wrote only after its end.
     """
 
     depth: int = 128
     stages: int = 8
     split: int = 1
     programs: int = 1
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("depth", (64, 128, 256)), ("split", (1, 2, 4, 8)), ("programs", (1, 2, 3, 4))):

@@ -228,10 +228,21 @@ def inputs_rows(product: Product) -> int:
 @pytest.mark.parametrize("name", LARGE)
 def test_lowers(name, tokens):
     """One launch and nothing beside it: no padding, no slice, no transpose."""
+    check_lowers(LARGE[name], tokens, None)
+
+
+@needs_jax_0_11
+@pytest.mark.parametrize("name", LARGE)
+def test_lowers_overlapping(name):
     product = LARGE[name]
+    tile = pick(16, inputs_rows(product), product.depth, product.normed)
+    check_lowers(product, 16, replace(tile, overlap=True))
+
+
+def check_lowers(product: Product, tokens: int, tile: Tile | None) -> None:
     narrow, wide = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
     text = lower_for_cuda(
-        functools.partial(multiply, product=product),
+        functools.partial(multiply, product=product, tile=tile),
         narrow((tokens, product.depth)),
         narrow((inputs_rows(product), product.depth)),
         wide((product.depth,)) if product.normed else None,
@@ -385,6 +396,27 @@ def test_other_tiles_on_a_gpu(split, depth):
     inputs = make(product, 16)
     for programs in (1, 2):
         check(run(inputs, product, Tile(depth=depth, split=split, programs=programs), False), inputs, product)
+
+
+@pytest.mark.gpu
+@needs_jax_0_11
+def test_overlapping_launches_on_a_gpu():
+    """Each reads what the one before has just written: the same bits as one after the other."""
+    up, down = Product(2048, 5632, normed=True, swiglu=True), Product(5632, 2048, residual=True)
+    one, other = make(up, 16), make(down, 16)
+
+    @functools.partial(jax.jit, static_argnames="overlap")
+    def chained(h, overlap: bool):
+        for _ in range(16):
+            tiles = (replace(pick(16, inputs_rows(p), p.depth, p.normed), overlap=overlap) for p in (up, down))
+            wide = multiply(h, one.weights, one.scale, None, product=up, tile=next(tiles))
+            h = multiply(wide, other.weights, None, h, product=down, tile=next(tiles))
+        return h
+
+    expected = np.asarray(chained(one.x, False).astype(jnp.float32))
+    assert np.isfinite(expected).all()
+    for _ in range(8):
+        np.testing.assert_array_equal(chained(one.x, True).astype(jnp.float32), expected)
 
 
 @pytest.mark.gpu
