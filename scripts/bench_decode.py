@@ -8,7 +8,7 @@ those of an EAGLE drafter in the default shape for the target. Sections:
 - oracle (with --oracle): SpecLA's control study. The drafter does all its work, but a draft token is the target's next
   one with probability p and another one otherwise, level by level;
 - peers: a token of flash-linear-attention's model with random weights, by its `generate`, by its forward pass from
-  Python, and in a CUDA graph.
+  Python, and in a CUDA graph; with --packed also `ar` without it.
 
 Decoding is greedy, and a text that is not that of `ar` ends the run, unless a near tie explains it.
 
@@ -99,13 +99,15 @@ def oracle(bench: Bench, batch: int, method: Method, probabilities: Sequence[flo
 
 
 def peers(bench: Bench, batches: Sequence[int], fla: Fla) -> None:
-    """A token of flash-linear-attention's model of the same shape."""
+    """A token of flash-linear-attention's model of the same shape; and of ours over weights that are not packed."""
     for batch in batches:
         plain = bench.ar(batch)
         times = fla.decode(bench.model.config.to_fla("bfloat16"), batch)
+        unpacked = None if bench.packed is None else replace(bench, packed=None).measure(batch, "ar").ms
+        times["unpacked"] = scaled(unpacked, 1e-3)
         row = {f"{name}_ms": scaled(seconds, 1e3) for name, seconds in times.items()}
         over = {f"over_{name}": ratio(row[f"{name}_ms"], plain.ms) for name in times}
-        bench.results.add("peers", {"peer": "flash-linear-attention", "batch": batch, "ar_ms": plain.ms} | row | over)
+        bench.results.add("peers", {"batch": batch, "ar_ms": plain.ms} | row | over)
 
 
 def targets(results: Results) -> list[dict[str, Any]]:
@@ -146,7 +148,7 @@ COLUMNS = {
     "speedup compile_s near_ties largest_margin",
     "oracle": "method batch depth nodes p accepted_length expected_length ms round_cost tokens_per_second speedup "
     "compile_s near_ties largest_margin",
-    "peers": "peer batch ar_ms generate_ms eager_ms graph_ms over_generate over_eager over_graph",
+    "peers": "batch ar_ms generate_ms eager_ms graph_ms unpacked_ms over_generate over_eager over_graph over_unpacked",
 }
 
 
@@ -221,6 +223,8 @@ def run(args: argparse.Namespace) -> Results:
     on_gpu, shape = jax.default_backend() == "gpu", args.shape or "gdn-1.3b"
     if not on_gpu and args.target is None and shape != "tiny":
         raise UserError("times need an NVIDIA GPU; --shape tiny runs the script without one")
+    if args.packed == "mosaic_gpu" and not on_gpu:
+        raise UserError("--packed mosaic_gpu needs an NVIDIA GPU; --packed reference runs without one")
     sections = args.only or ["verify", "draft", *(["oracle"] if args.oracle is not None else []), "peers"]
     model = (
         random_target(SHAPES[shape], args.dtype) if args.target is None else load_target(args.target, dtype=args.dtype)

@@ -40,6 +40,7 @@ def test_a_tiny_run_writes_its_figures(scripts, tmp_path, capsys):
     assert [row["compile_s"] > 0 for row in data["oracle"]] == [True, False, False]  # one program
     assert all(row["near_ties"] == 0 for row in data["rounds"] + data["oracle"])
     (peer,) = data["peers"]
+    assert peer["unpacked_ms"] is None  # nothing is packed
     assert all(peer[f"{way}_ms"] is None or peer[f"{way}_ms"] > 0 for way in ("generate", "eager", "graph"))
     assert (tmp_path / "oracle.png").stat().st_size > 5000
     printed = capsys.readouterr().out
@@ -58,11 +59,12 @@ def test_packed_weights_give_the_same_rounds(scripts, tmp_path, monkeypatch):
     monkeypatch.setattr(
         DecodeStep, "verify", lambda self, *args: used.append(self.implementation) or verify(self, *args)
     )
-    options = ["--only", "draft", "--batch", "1", "--depth", "2", "--packed", "reference"]
+    options = ["--only", "draft", "peers", "--batch", "1", "--depth", "2", "--packed", "reference"]
     bench.main([*TINY, *options, "--out", str(tmp_path)])
     data = json.loads((tmp_path / "bench_decode.json").read_text())
     assert [(row["method"], row["near_ties"]) for row in data["rounds"]] == [("ar", 0), ("chain", 0), ("tree", 0)]
     assert set(used) == {data["meta"]["packed"]} == {"reference"}
+    assert isinstance(data["peers"][0]["unpacked_ms"], float)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,10 @@ def test_packed_weights_give_the_same_rounds(scripts, tmp_path, monkeypatch):
         (["--shape", "tiny", "--tokens", "100"], "--tokens must be a power of two"),
         (["--shape", "tiny", "--nodes", "64", "--tokens", "128"], "at least 256 for drafts of 64 nodes, got 128"),
         (["--report"], "does not exist"),
+        pytest.param(
+            *(["--shape", "tiny", "--packed", "mosaic_gpu"], "--packed mosaic_gpu needs an NVIDIA GPU"),
+            marks=pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one"),
+        ),
     ],
 )
 def test_a_mistake_is_one_line(scripts, tmp_path, capsys, arguments, message):
