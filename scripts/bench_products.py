@@ -59,8 +59,10 @@ class Product:
     def tiles(self) -> list[Tile]:
         """The candidates of --tune: those that ``within`` leaves as they are."""
         sizes = itertools.product((64, 128, 256), (1, 2, 3), (1, 2, 4, 8), (False, True))
-        names = "depth", "programs", "split", "overlap"
-        tiles = (Tile(stages=16, **dict(zip(names, size, strict=True))) for size in sizes)
+        tiles = (
+            Tile(depth=depth, programs=programs, split=split, stages=16, overlap=overlap)
+            for depth, programs, split, overlap in sizes
+        )
         return [tile for tile in tiles if tile == within(tile, self.depth, self.normed)]
 
 

@@ -16,7 +16,8 @@ def keep_on_disk() -> Path | None:
     It is ``specla_jax`` in ``XDG_CACHE_HOME`` (``~/.cache``). None, and nothing changes, without a GPU, where JAX's
     cache has a folder already (``JAX_COMPILATION_CACHE_DIR``), or is off (``JAX_ENABLE_COMPILATION_CACHE=false``).
     """
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
         return None
     if jax.default_backend() != "gpu":
         return None

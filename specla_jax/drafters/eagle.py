@@ -155,9 +155,9 @@ class EagleDrafter:
             segments = [(ring_key, ring_value, held[:, None])]
             hidden = eagle_layer(eagle, config, pair, feature, length - 1, segments)[:, 0]
         else:  # as a draft below the text before it, whose slot in the ring is then out of the window
-            *drafts, ancestors = no_drafts(len(pair), config, self.dtype)
+            drafts, ancestors = no_drafts(len(pair), config, self.dtype)
             ring, before = (ring_key, ring_value), accepted.context.length - 1
-            hidden, *_ = self.step.layer(params["packed"], pair, feature, ring, tuple(drafts), ancestors, before, 1)
+            hidden, _, _ = self.step.layer(params["packed"], pair, feature, ring, drafts, ancestors, before, 1)
             hidden = hidden[:, 0]
         return EagleCarry(key=ring_key, value=ring_value, hidden=jnp.where(count > 0, hidden, carry.hidden))
 

@@ -89,7 +89,7 @@ class EagleStep:
         """
         c = self.config
         attention: Any = "reference" if self.implementation == "reference" else "triton"
-        mixed, *drafts_after = draft_attention(
+        mixed, key, value = draft_attention(
             *(qkv, *ring, *drafts, ancestors, length, level),
             num_heads=c.num_heads,
             theta=c.rope_theta,
@@ -97,7 +97,7 @@ class EagleStep:
         )
         hidden = self._product(mixed, w.o_proj, c.hidden_size, residual=feature)
         a = self._product(hidden, w.gate_up, c.intermediate_size, norm=w.mlp_norm, swiglu=True)
-        return self._product(a, w.down, c.hidden_size, residual=hidden), *drafts_after
+        return self._product(a, w.down, c.hidden_size, residual=hidden), key, value
 
     def logits(self, w: EagleWeights, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits over the draft vocabulary."""
@@ -127,7 +127,7 @@ class EagleStep:
         return out.reshape(*x.shape[:-1], features)
 
 
-def no_drafts(rows: int, config: EagleConfig, dtype: jax.typing.DTypeLike) -> tuple[Array, Array, Array]:
-    """One empty draft slot a row, its keys and values, and ancestors of a single pair: none."""
+def no_drafts(rows: int, config: EagleConfig, dtype: jax.typing.DTypeLike) -> tuple[tuple[Array, Array], Array]:
+    """Keys and values of one empty draft slot a row, and the ancestors of a single pair: none."""
     heads = jnp.zeros((rows, 1, config.num_kv_heads, config.head_dim), dtype)
-    return heads, heads.copy(), jnp.zeros((rows, 1, 1), bool)
+    return (heads, heads.copy()), jnp.zeros((rows, 1, 1), bool)
