@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kernels_pallas import (
     ancestor_mask,
+    draft_attention,
     gdn_prefill,
     gdn_recover,
     gdn_verify,
@@ -36,6 +37,10 @@ def all_ops(nodes: int):
     x, window, weight = spec(2, nodes, channels), spec(2, 3, channels), spec(4, channels)
     projected, heads = spec(2, nodes, channels + 2 * 4), spec(4)
     front = functools.partial(tree_conv, key_heads=2, dk=16, dtype="float32")
+    level = min(nodes, 8)
+    ring, drafts = spec(2, 64, 2, 64), spec(2, 3 * level, 2, 64)
+    attend = functools.partial(draft_attention, num_heads=4, theta=1e4)
+    attended = (spec(2, level, 8 * 64), ring, ring, drafts, drafts, spec(2, level, 3 * level, dtype="bool"), rows)
     return {
         "gdn_verify": (gdn_verify, (*tokens, state, parents, rows)),
         "gdn_recover": (gdn_recover, (layers, all_factors, parents, rows)),
@@ -43,6 +48,7 @@ def all_ops(nodes: int):
         "tree_conv": (front, (projected, window, weight, heads, heads, parents, rows)),
         "prefill_conv": (prefill_conv, (x, window, weight, rows)),
         "stream_matmul": (stream_matmul, (spec(nodes, 64), spec(128, 64))),
+        "draft_attention": (attend, (*attended, spec(dtype="int32"))),
     }
 
 
