@@ -201,6 +201,9 @@ def _bench(args: argparse.Namespace) -> int:
 def _train_drafter(args: argparse.Namespace) -> int:
     from importlib import import_module  # the package is above this one; only its command is known here
 
+    from specla_jax.programs import keep_on_disk
+
+    keep_on_disk()
     return import_module("train_drafter.drafter_cli").main(args.arguments)
 
 
