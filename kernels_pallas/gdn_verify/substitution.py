@@ -16,8 +16,8 @@ TOGETHER = 4  # rows of a loop's step: their sums do not wait for each other
 def substitute(given: Callable[[Any], jax.Array], rows: int, m_smem, rest_smem, x_smem, interpret: bool) -> None:
     """Writes X, ``X[t] = G[t] - sum_i M[t, i] X[i]``. The caller lets the threads meet before they read it.
 
-    A thread owns a column of X, and all read the same entry of M at a time. Only as many warps work as there are columns:
-    the others would repeat what these do.
+    A thread owns a column of X, and all read the same entry of M at a time. Only as many warps work as there are
+    columns: the others would repeat what these do.
 
     Args:
         given: G by row, vectors [n] spread over the threads; the row is a traced number for those from ``ROWS`` on.
