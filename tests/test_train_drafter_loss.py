@@ -24,6 +24,9 @@ from train_drafter.objective import Frozen, Objective
 from train_drafter.packing import Batch, pack
 from train_drafter.target import hidden_states
 
+# For what the tests jit themselves.
+pytestmark = pytest.mark.filterwarnings("ignore:A large amount of constants")
+
 STEPS, WINDOW, VOCAB, SIZE = 4, 5, 96, 64
 CONFIG = EagleConfig(
     hidden_size=SIZE,

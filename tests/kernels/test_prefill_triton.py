@@ -139,6 +139,7 @@ def check_gradients(got, wanted, bound=GRADIENT_BOUND) -> None:
         assert error(np.asarray(one, np.float32), np.asarray(other, np.float64)) < bound, name
 
 
+@pytest.mark.filterwarnings("ignore:A large amount of constants")  # of the test
 @pytest.mark.parametrize("decay", ["none", "weak", "mixed"])
 def test_gradient(decay):
     """Against automatic differentiation of the fp32 reference."""
