@@ -27,7 +27,7 @@ CONFIG = EagleConfig(
     window=5,
     rope_theta=50.0,
 )
-REDUCED = replace(CONFIG, hidden_size=12, draft_vocab_size=10, feature_norm=False, window=64)
+REDUCED = replace(CONFIG, hidden_size=12, draft_vocab_size=10, feature_norm=False, window=64, temperature=0.7)
 DRAFT = DraftConfig(depth=DEPTH, branch=1, nodes=NODES)
 
 
@@ -109,7 +109,7 @@ class Reference:
         """By target token."""
         own = self.config.draft_vocab_size is not None
         head = self.eagle["lm_head"]["kernel"] if own else self.params.get("head", self.params["embedding"].T)
-        logits = self.norm(hidden, "norm") @ head
+        logits = self.norm(hidden, "norm") @ head / self.config.temperature
         logits = logits - logits.max()
         values = logits - np.log(np.exp(logits).sum())
         tokens = self.eagle["draft_to_target"].astype(int) if own else np.arange(V)
