@@ -245,6 +245,13 @@ def test_proposed_log_probs_equal_from_scratch(config, depth, branch, tied, pack
             assert {path for path in children if len(path) == level} == set(best)
 
 
+def test_the_best_children_are_found_without_sorting_the_vocabulary():
+    drafter, params = build(CONFIG, DraftConfig(depth=3, branch=4, nodes=16))
+    text = jax.jit(drafter._best_children).lower(params, jnp.zeros((1, 4, D))).compile().as_text()
+    assert "TopK" in text
+    assert " sort(" not in text
+
+
 def test_max_positions_stops_drafting_only():
     config = replace(CONFIG, max_positions=10)
     drafter, params = build(config, DraftConfig(depth=3, branch=1, nodes=4))

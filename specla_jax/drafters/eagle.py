@@ -279,8 +279,9 @@ class EagleDrafter:
         else:
             head = params["head"] if "head" in params else params["embedding"].T
             logits = draft_logits(eagle, self.config, hidden, head)
-        # The softmax of the best alone: of all of them it would write an array as large as the logits.
-        best, token = jax.lax.top_k(logits, self.draft.branch)
+        # The softmax of the best alone: of all of them it would write an array as large as the logits. The barrier: XLA
+        # joins the slice below with that of the best, and then, on a CPU, sorts the whole vocabulary.
+        best, token = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.draft.branch))
         above = best[..., :1]
         total = jnp.sum(jnp.exp((logits - above) / params["temperature"]), axis=-1, keepdims=True)
         best = (best - above) / params["temperature"] - jnp.log(total)
