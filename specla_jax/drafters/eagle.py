@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.draft_attention.reference import held_position
 from specla_jax.config import DraftConfig, Dtype
 from specla_jax.drafters.base import Accepted, Context
 from specla_jax.drafters.eagle_layer import (
@@ -282,5 +283,4 @@ class EagleDrafter:
 
 def _slot_positions(length: Int[Array, " B"], window: int) -> Int[Array, "B window"]:
     """Position of the pair in each ring slot; negative for a slot that holds none."""
-    last = length[:, None] - 1
-    return last - (last - jnp.arange(window)) % window
+    return held_position(length[:, None], jnp.arange(window), window)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.draft_attention.reference import rotate as rotate_halves
 from specla_jax.errors import UserError
 from specla_jax.projection import project
 
@@ -268,12 +269,8 @@ def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
 
 def rotate(x: Float[Array, "B T heads dh"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T heads dh"]:
     """Heads turned by their positions (arXiv 2104.09864), the two halves of a head as the pairs."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate(rotate_halves(halves, positions[:, :, None, None], theta), axis=-1).astype(x.dtype)
 
 
 def _einsum(formula: str, left: Array, right: Array) -> Array:
