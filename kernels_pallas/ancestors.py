@@ -44,13 +44,26 @@ def ancestor_bits(
 ) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
     """``ancestor_mask`` in two int32 words a node: bit i of the first for nodes 0 to 31, of the second for 32 to 63.
 
-    The same for all layers of a round: XLA finds the repeated calls and computes them once.
+    Pointer doubling on the words themselves, which XLA makes two launches of where the mask takes six to eight. The
+    same for all layers of a round: XLA finds the repeated calls and computes them once.
     """
-    reach = ancestor_mask(parents, num_nodes)
-    reach = jnp.pad(reach, [(0, 0), (0, 0), (0, 64 - reach.shape[-1])]).reshape(*reach.shape[:2], 2, 32)
-    words = jnp.sum(jnp.where(reach, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0)), axis=-1)
-    words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
-    return words[..., 0], words[..., 1]
+    check_tree(parents, num_nodes)
+    nodes = parents.shape[1]
+    index = jnp.arange(nodes)
+    real = jnp.broadcast_to(True, parents.shape) if num_nodes is None else node_mask(num_nodes, nodes)
+    above = jnp.where(real & (parents < index), parents, -1)
+    own = jnp.where(real, jnp.uint32(1) << (index % 32).astype(jnp.uint32), jnp.uint32(0))
+    words = [jnp.where(index // 32 == i, own, jnp.uint32(0)) for i in range(2)]
+
+    def from_above(values: jax.Array, nothing: jax.Array) -> jax.Array:
+        found = jnp.take_along_axis(values, jnp.maximum(above, 0), axis=1, mode="promise_in_bounds")
+        return jnp.where(above >= 0, found, nothing)
+
+    for _ in range((nodes - 1).bit_length()):
+        words = [word | from_above(word, jnp.uint32(0)) for word in words]
+        above = from_above(above, jnp.int32(-1))
+    low, high = (jax.lax.bitcast_convert_type(word, jnp.int32) for word in words)
+    return low, high
 
 
 def walk_up(parents: Int[Array, "B N"], start: Int[Array, "B M"], window: int, steps: int) -> list[Int[Array, "B M"]]:

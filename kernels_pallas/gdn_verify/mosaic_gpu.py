@@ -39,6 +39,7 @@ from kernels_pallas.ancestors import ancestor_bits
 from kernels_pallas.decay import STEP
 from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_verify import narrow, wide
+from kernels_pallas.gdn_verify.substitution import SKEW
 from kernels_pallas.gdn_verify.tiles import MOSAIC
 from kernels_pallas.mosaic import BLOCK
 from kernels_pallas.shapes import padded_nodes
@@ -107,7 +108,7 @@ def shared_bytes(tile: Tile, nodes: int, dk: int) -> int:
     """Shared memory of a program: what is asked for, and what the compiler adds for sums."""
     block = padded_nodes(nodes)
     stacked = max(2 * block, BLOCK) * (2 if nodes % 8 else 1)
-    return 2 * stacked * dk + 4 * BLOCK * block + _way(tile).shared_bytes(tile, nodes) + COMPILER
+    return 2 * stacked * dk + 4 * BLOCK * (block + SKEW) + _way(tile).shared_bytes(tile, nodes) + COMPILER
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "interpret"))  # traced once for all layers
@@ -156,7 +157,7 @@ def _scratch(tile: Tile, nodes: int, dk: int, interpret: bool) -> dict[str, Any]
     return {
         "kq_smem": mosaic.tiled((stacked, dk), way.SWIZZLE),
         "plain_smem": plgpu.SMEM((stacked, dk), jnp.bfloat16) if nodes % 8 else None,
-        "m_smem": plgpu.SMEM((BLOCK, block), jnp.float32),
+        "m_smem": plgpu.SMEM((BLOCK, block + SKEW), jnp.float32),
         "gate_smem": plgpu.SMEM((2, block), jnp.float32),
         "sum_smem": plgpu.SMEM((2, BLOCK), jnp.float32),
         "loaded": plgpu.Barrier(num_arrivals=2),
@@ -168,7 +169,7 @@ class Tree(NamedTuple):
     """What of a row's tree and a head's gates the columns of dv share. Row t of [K; Q] is of node t modulo N.
 
     Attributes:
-        m: [64, N] fp32 in shared memory, M in its first N rows.
+        m: [64, N + SKEW] fp32 in shared memory, M in its first N rows and columns.
         weights: [64, N], M' in its last N rows.
         beta, from_root, real: [64] by row; exp of the path sum of the log decays, and 1 for a node, 0 for padding.
     """
@@ -277,7 +278,7 @@ def _kernel(
         gain = jnp.where(iota(0) >= block - m, zero + scale, across(beta))  # of queries, of keys
         weight = jnp.where(reach, gain * decay * similar, zero)  # what stands on M's diagonal is never read
         if m == 0:
-            m_smem[...] = weight
+            m_smem[:, pl.ds(0, block)] = weight
     tree = Tree(m_smem, weight, beta, jnp.exp(coarse_sum + fine_sum), real)
     out = tuple(ref.at[b, :, h] for ref in (o_ref, u_ref))
     way.take(asked, tree, kq_smem, out, j, scale, scratch)

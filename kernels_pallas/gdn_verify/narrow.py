@@ -1,7 +1,7 @@
 """The columns of a verification program for few heads: 16 or 32 of dv. See ``mosaic_gpu.py``.
 
 64 rows of the state at a time are cut into bf16 parts in shared memory; [K; Q] times all of them is summed in one
-accumulator, which gives X and X'. Then forward substitution, a thread a column, and M' U on the tensor cores.
+accumulator, which gives X and X'. Then forward substitution and M' U on the tensor cores.
 
 Columns are few so that there are more programs than multiprocessors; each then has all of its state on the way at once.
 """
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import mosaic
-from kernels_pallas.gdn_verify.substitution import ROWS, substitute, vector
+from kernels_pallas.gdn_verify.substitution import substitute
 from kernels_pallas.mosaic import BLOCK
 from kernels_pallas.precise import bf16_parts
 from kernels_pallas.shapes import padded_nodes
@@ -32,7 +32,7 @@ def shared_bytes(tile: Tile, nodes: int) -> int:
     """What ``scratch`` asks for."""
     block, columns = padded_nodes(nodes), tile.columns
     values = 2 * block * columns + BLOCK * (columns + _v_columns(columns, nodes))
-    plain = BLOCK * (columns + SKEW) + block * columns + (ROWS * columns if block > ROWS else 0)
+    plain = BLOCK * (columns + SKEW) + block * columns
     return 2 * (tile.stages * DEPTH * PARTS * columns + values) + 4 * plain
 
 
@@ -47,7 +47,6 @@ def scratch(tile: Tile, nodes: int, interpret: bool) -> dict[str, Any]:
         else plgpu.SMEM((BLOCK, _v_columns(columns, nodes)), jnp.bfloat16),
         "o": plgpu.SMEM((BLOCK, columns), jnp.bfloat16),
         "x": plgpu.SMEM((BLOCK, columns + SKEW), jnp.float32),
-        "rest": plgpu.SMEM((ROWS, columns), jnp.float32) if block > ROWS else None,
         "value": plgpu.SMEM((block, columns), jnp.float32),
         "v_loaded": plgpu.Barrier(),
         "wide_copy": plgpu.SMEM((BLOCK, DEPTH), jnp.bfloat16) if interpret else None,
@@ -123,8 +122,7 @@ def take(asked: list[jax.Array], tree, kq_smem, out, j, scale: float, smem: dict
             x_smem[...] = x
     mosaic.meet()
 
-    interpret = smem["wide_copy"] is not None
-    substitute(lambda t: vector(x_smem, t), block, tree.m, smem["rest"], smem["value"], interpret)
+    substitute(x_smem, block, tree.m, smem["value"], interpret=smem["wide_copy"] is not None)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem["value"].at[pl.ds(0, nodes)], u_ref.at[:, own])
 

@@ -1,64 +1,68 @@
-"""Forward substitution in a Mosaic GPU kernel, of X + M X = G with M strictly lower triangular."""
+"""Forward substitution in a Mosaic GPU kernel, of X + M X = G with M strictly lower triangular, 16 rows at a time.
 
-from collections.abc import Callable
-from typing import Any
+Within a block of rows a thread owns a column of X, and all read the same entry of M at a time. What a block gives to
+the rows below it is a product, which all threads share, each for a piece of 4 rows.
+"""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import mosaic
 
-ROWS = 32  # of one straight line of code: more would outgrow the instruction cache
-TOGETHER = 4  # rows of a loop's step: their sums do not wait for each other
+ROWS = 16  # of a block: most of what it gives to the rows below is then in the shared part
+SKEW = 4  # numbers between the rows of M, so that the rows of a column lie in different banks
 
 
-def substitute(given: Callable[[Any], jax.Array], rows: int, m_smem, rest_smem, x_smem, interpret: bool) -> None:
-    """Writes X, ``X[t] = G[t] - sum_i M[t, i] X[i]``. The caller lets the threads meet before they read it.
-
-    A thread owns a column of X, and all read the same entry of M at a time. Only as many warps work as there are
-    columns: the others would repeat what these do.
+def substitute(given_smem, rows: int, m_smem, x_smem, interpret: bool) -> None:
+    """Writes X, ``X[t] = G[t] - sum_i M[t, i] X[i]``. The caller lets the threads meet before and after.
 
     Args:
-        given: G by row, vectors [n] spread over the threads; the row is a traced number for those from ``ROWS`` on.
-        rows: of X, at most 64.
-        m_smem: M [>= rows, rows], fp32.
-        rest_smem: fp32 [ROWS, n] for what is left to do of the rows from ``ROWS`` on, if there are such rows.
-        x_smem: fp32 [>= rows, n], not where ``given`` comes from.
+        given_smem: G [>= rows, n] fp32, whose rows from ``ROWS`` on are overwritten. May be ``x_smem``.
+        rows: of X: 16, 32 or 64.
+        m_smem: M [>= rows, rows], fp32, its rows ``SKEW`` numbers apart.
+        x_smem: fp32 [>= rows, n].
         interpret: whether the kernel is interpreted.
     """
-
-    def work() -> None:
-        x = _straight([given(t) for t in range(min(rows, ROWS))], m_smem, 0)
-        if rows > ROWS:
-            later = range(rows - ROWS)
-
-            def reduce(step, carry):
-                some = [TOGETHER * step + k for k in range(TOGETHER)]
-                rest = [given(ROWS + t) for t in some]
-                for i in range(ROWS):
-                    rest = [r - m_smem[ROWS + t, i] * x[i] for t, r in zip(some, rest, strict=True)]
-                for t, r in zip(some, rest, strict=True):
-                    rest_smem[t] = r
-                return carry
-
-            lax.fori_loop(0, len(later) // TOGETHER, reduce, 0)
-            # Without a barrier: a thread reads what it wrote itself.
-            x += _straight([vector(rest_smem, t) for t in later], m_smem, ROWS)
-        for t in range(rows):
-            x_smem[t, :] = x[t]
-
-    pl.when(mosaic.holds(x_smem.shape[1], interpret))(work)
+    for start in range(0, rows, ROWS):
+        # Only as many warps work as there are columns: the others would repeat what these do.
+        pl.when(mosaic.holds(x_smem.shape[1], interpret))(
+            lambda start=start: _solve(given_smem, m_smem, x_smem, start)
+        )
+        if start + ROWS < rows:
+            mosaic.meet()
+            _reduce(given_smem, m_smem, x_smem, start, rows)
+            mosaic.meet()
 
 
-def _straight(given: list[jax.Array], m_smem, start: int) -> list[jax.Array]:
-    x = list(given)
-    for t in range(len(x)):
+def _solve(given_smem, m_smem, x_smem, start: int) -> None:
+    x = [mosaic.load(given_smem.at[start + t], mosaic.spread(x_smem.shape[1])) for t in range(ROWS)]
+    for t in range(ROWS):
         for i in range(t):
             x[t] = x[t] - m_smem[start + t, start + i] * x[i]
-    return x
+    for t in range(ROWS):
+        x_smem[start + t, :] = x[t]
 
 
-def vector(ref, t) -> jax.Array:
-    """Row t of ``ref``, spread over the threads."""
-    return mosaic.load(ref.at[t], mosaic.spread(ref.shape[1]))
+def _reduce(given_smem, m_smem, x_smem, start: int, rows: int) -> None:
+    """What the block that starts there gives to the rows below it."""
+    below, layout = pl.ds(start + ROWS, rows - start - ROWS), mosaic.pieces(4, 16, 2)
+    rest = mosaic.load(given_smem.at[below], layout)
+
+    def along(vector: jax.Array, axis: int) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(vector, rest.shape, (axis,)), layout)
+
+    for i in range(start, start + ROWS):
+        m = mosaic.load(m_smem.at[below, i], layout.reduce(1))
+        rest = rest - along(m, 0) * along(mosaic.load(x_smem.at[i], layout.reduce(0)), 1)
+    given_smem[below, :] = rest
+
+
+def identity(size: int) -> jax.Array:
+    """I [size, size], fp32: what T = (I + M)^-1 is solved for."""
+    row, column = (
+        plgpu.broadcasted_iota(jnp.int32, (size, size), axis, layout=mosaic.pieces(4, 16, 2)) for axis in (0, 1)
+    )
+    return jnp.where(row == column, 1.0, 0.0)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import mosaic
-from kernels_pallas.gdn_verify.substitution import ROWS, substitute
+from kernels_pallas.gdn_verify.substitution import identity, substitute
 from kernels_pallas.mosaic import BLOCK
 from kernels_pallas.precise import bf16_parts
 from kernels_pallas.shapes import padded_nodes
@@ -38,8 +38,7 @@ def shared_bytes(tile: Tile, nodes: int) -> int:
     """What ``scratch`` asks for."""
     block, columns = padded_nodes(nodes), tile.columns
     tiled = 3 * block * block + 2 * BLOCK * block
-    plain = block * columns + (ROWS * block if block > ROWS else 0)
-    return 2 * (tiled + block * columns) + 4 * plain
+    return 2 * (tiled + block * columns) + 4 * block * columns
 
 
 def scratch(tile: Tile, nodes: int, interpret: bool) -> dict[str, Any]:
@@ -48,7 +47,6 @@ def scratch(tile: Tile, nodes: int, interpret: bool) -> dict[str, Any]:
     return {
         "v_or_o": plgpu.SMEM((block, columns), jnp.bfloat16),
         "t_or_u": plgpu.SMEM((block, columns), jnp.float32),
-        "rest": plgpu.SMEM((ROWS, block), jnp.float32) if block > ROWS else None,
         "inverse": mosaic.tiled((block, 3 * block), SWIZZLE),
         "weights": mosaic.tiled((BLOCK, 2 * block), SWIZZLE),
         "lines": plgpu.SMEM((3, BLOCK), jnp.float32),
@@ -80,9 +78,10 @@ def take(asked, tree, kq_smem, out, j, scale: float, smem: dict[str, Any]) -> No
     mosaic.meet()
 
     # T: its columns are those of I with the substitution done.
-    column = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=mosaic.spread(block))
     t_smem = smem["t_or_u"].at[:, pl.ds(0, block)]
-    substitute(lambda t: jnp.where(column == t, 1.0, 0.0), block, tree.m, smem["rest"], t_smem, interpret)
+    t_smem[...] = identity(block)
+    mosaic.meet()
+    substitute(t_smem, block, tree.m, t_smem, interpret)
     mosaic.meet()
     neighbours = min(4, block // 8)
     _put_parts(smem["inverse"], mosaic.load(t_smem, mosaic.pieces(2 * neighbours, 16, neighbours)), 3)

@@ -201,16 +201,22 @@ class EagleDrafter:
             value=jnp.zeros(heads, self.dtype),
         )
 
-        def grow(frontier: _Frontier, level: Array) -> tuple[_Frontier, tuple[Array, Array, Array]]:
+        def grow(frontier: _Frontier, level: Array | int) -> tuple[_Frontier, tuple[Array, Array, Array]]:
             return self._grow(params, carry, length, frontier, level)
 
-        unroll = depth - 1 if depth <= _UNROLLED_LEVELS else 1
-        _, grown = jax.lax.scan(grow, frontier, jnp.arange(1, depth), unroll=unroll)
-        below = [jnp.moveaxis(x, 0, 1).reshape(rows, -1) for x in grown]
+        if depth <= _UNROLLED_LEVELS:
+            levels = []
+            for level in range(1, depth):
+                frontier, grown = grow(frontier, level)
+                levels.append(grown)
+            below = [jnp.concatenate(parts, axis=1) for parts in zip(*levels)]
+        else:
+            _, grown = jax.lax.scan(grow, frontier, jnp.arange(1, depth))
+            below = [jnp.moveaxis(x, 0, 1).reshape(rows, -1) for x in grown]
         return below[0], below[1], below[2]
 
     def _grow(
-        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array
+        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array | int
     ) -> tuple[_Frontier, tuple[Array, Array, Array]]:
         """Runs the frontier, ``level`` edges below the root, through the layer; returns its children too."""
         eagle, config, branch = params["eagle"], self.config, self.draft.branch
@@ -249,11 +255,11 @@ class EagleDrafter:
         best, chosen = jax.lax.top_k(log_prob, branch)
         parent = chosen // branch
         grown = _Frontier(
-            tokens=jnp.take_along_axis(tokens, chosen, axis=1),
-            feature=jnp.take_along_axis(hidden, parent[:, :, None], axis=1),
+            tokens=_take(tokens, chosen),
+            feature=_take(hidden, parent[:, :, None]),
             log_prob=best,
             pool_index=1 + branch + (level - 1) * branch**2 + chosen,
-            ancestors=jnp.take_along_axis(path, parent[:, :, None], axis=1),
+            ancestors=_take(path, parent[:, :, None]),
             key=draft_key,
             value=draft_value,
         )
@@ -274,11 +280,20 @@ class EagleDrafter:
         else:
             head = params["head"] if "head" in params else params["embedding"].T
             logits = draft_logits(eagle, self.config, hidden, head)
-        log_prob = jax.nn.log_softmax(logits / params["temperature"], axis=-1)
-        best, token = jax.lax.top_k(log_prob, self.draft.branch)
+        # The softmax of the best alone: of all of them it would write an array as large as the logits. The barrier: XLA
+        # joins the slice below with that of the best, and then, on a CPU, sorts the whole vocabulary.
+        best, token = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.draft.branch))
+        above = best[..., :1]
+        total = jnp.sum(jnp.exp((logits - above) / params["temperature"]), axis=-1, keepdims=True)
+        best = (best - above) / params["temperature"] - jnp.log(total)
         if self.config.draft_vocab_size is not None:
             token = eagle["draft_to_target"][token]
         return token.astype(jnp.int32), best
+
+
+def _take(values: Array, index: Array) -> Array:
+    """``take_along_axis`` of indices that are in bounds, which are then not checked."""
+    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
 
 
 def _slot_positions(length: Int[Array, " B"], window: int) -> Int[Array, "B window"]:
