@@ -406,17 +406,18 @@ def test_overlapping_launches_on_a_gpu():
     one, other = make(up, 16), make(down, 16)
 
     @functools.partial(jax.jit, static_argnames="overlap")
-    def chained(h, overlap: bool):
+    def chained(h, scale, wide_weights, narrow_weights, overlap: bool):
         for _ in range(16):
             tiles = (replace(pick(16, inputs_rows(p), p.depth, p.normed), overlap=overlap) for p in (up, down))
-            wide = multiply(h, one.weights, one.scale, None, product=up, tile=next(tiles))
-            h = multiply(wide, other.weights, None, h, product=down, tile=next(tiles))
-        return h
+            wide = multiply(h, wide_weights, scale, None, product=up, tile=next(tiles))
+            h = multiply(wide, narrow_weights, None, h, product=down, tile=next(tiles))
+        return h.astype(jnp.float32)
 
-    expected = np.asarray(chained(one.x, False).astype(jnp.float32))
+    arrays = one.x, one.scale, one.weights, other.weights
+    expected = np.asarray(chained(*arrays, overlap=False))
     assert np.isfinite(expected).all()
     for _ in range(8):
-        np.testing.assert_array_equal(chained(one.x, True).astype(jnp.float32), expected)
+        np.testing.assert_array_equal(chained(*arrays, overlap=True), expected)
 
 
 @pytest.mark.gpu
