@@ -60,6 +60,57 @@ def meet() -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def multiprocessors() -> int:
+    """Of the first device; those of an H200 where there is no GPU."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
+
+
+def arrive(counter) -> None:
+    """Add 1 to ``counter``, an int32 in global memory. All that the program has copied there, and waited for, is seen by
+    whoever reads the sum with ``wait_for``."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(_, ref) -> None:
+        _by_one_thread(ref, [], "@$0 red.release.gpu.global.add.s32 [$1], 1;")
+
+    add(counter)
+
+
+def wait_for(counter, count: int) -> None:
+    """Wait until ``counter`` is ``count``, and for the other threads. What was counted may be read, by TMA too."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def poll(_, ref) -> None:
+        asm = """{
+            .reg .pred few;
+            .reg .s32 seen;
+            @!$0 bra past_${:uid};
+            again_${:uid}:
+            ld.acquire.gpu.global.s32 seen, [$1];
+            setp.lt.s32 few, seen, $2;
+            @few bra again_${:uid};
+            fence.proxy.async;
+            past_${:uid}:
+        }"""
+        _by_one_thread(ref, [count], asm)
+
+    poll(counter)
+    meet()
+
+
+def _by_one_thread(ref, numbers: list[int], asm: str) -> None:
+    """Inline PTX: $0 is a predicate that one thread of the warpgroup has, the one that asks for copies; $1 the address."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import llvm
+    from jax.experimental.mosaic.gpu import utils
+
+    i32 = ir.IntegerType.get_signless(32)
+    values = [utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP), utils.memref_ptr(ref)]
+    values += [utils.c(number, i32) for number in numbers]
+    kinds = ",".join(["b", "l", *("r" for _ in numbers)])
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), values, asm, kinds, has_side_effects=True)
+
+
 def tiled(shape: tuple[int, ...], swizzle: int):
     """bf16 in shared memory as the tensor cores read it."""
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))

@@ -2,13 +2,13 @@
 
 Sections: size (bytes of the factors), verify (a draft tree, against a state a node, replay, and the chain of
 flash-linear-attention), recover (against running the accepted tokens again), prefill, conv (what stands before
-verification), matmul (the products of a layer, one by one and together, and the head, against XLA's). Every figure is a
-median over calls of one compiled loop over all layers, each with a state of its own; the values of a layer are the
+verification), matmul (the products of a layer, one by one and in one launch, and the head, against XLA's). Every figure
+is a median over calls of one compiled loop over all layers, each with a state of its own; the values of a layer are the
 outputs of the layer before. Per cent are of the bandwidth measured in the same run.
 OUT/bench_kernels.json is written anew after every row. Tables and OUT/verify.png come at the end; for a run that was
 cut, --report makes them of what it has written.
 
-With --tune the candidate tiles of each op are timed instead, the best first.
+With --tune the candidate tiles of each op that has any are timed instead, the best first.
 """
 
 import argparse
@@ -279,10 +279,9 @@ def conv(bench: Bench) -> None:
 
 
 def matmul(bench: Bench) -> None:
-    """Every product alone, then the four of a layer."""
+    """Every product alone, then the four of a layer in one launch."""
     setup, layers = bench.setup, bench.shape.layers
     best = "reference" if setup.interpret or setup.implementation == "reference" else "mosaic_gpu"
-    named = bench_products.products(bench.shape)
 
     def add(name: str, tokens: int, count: int, build: Callable[[Any], Loop]) -> None:
         loop = build(best)
@@ -293,15 +292,11 @@ def matmul(bench: Bench) -> None:
         row |= {"percent": 100 * moved / seconds / bench.read, "xla_us": 1e6 * plain, "over_xla": plain / seconds}
         bench.results.add("matmul", row)
 
-    for name, product in named.items():
-        weights = [bench_products.matrix(product, i) for i in range(product.copies)]
+    for name, matrix in bench_products.matrices(bench.shape).items():
         for tokens in bench.tokens:
-            build = functools.partial(bench_products.product_loop, setup, product, tokens, weights)
-            add(name, tokens, len(weights), build)
-    four = list(named.values())[:4]
-    every = [[bench_products.matrix(product, i) for product in four] for i in range(layers)]
+            add(name, tokens, matrix.copies, functools.partial(bench_products.product_loop, setup, matrix, tokens))
     for tokens in bench.tokens:
-        add("layer", tokens, layers, functools.partial(bench_products.layer_loop, setup, tokens, every))
+        add("layer", tokens, layers, functools.partial(bench_products.layer_loop, setup, tokens))
 
 
 SECTIONS = {"size": size, "verify": verify, "recover": recover, "prefill": prefill, "conv": conv, "matmul": matmul}
@@ -325,23 +320,6 @@ def tune(bench: Bench, ops: Sequence[str], layers: int) -> None:
             for seconds, tile in fastest(candidates, run, op, repeats=5):
                 row = {"op": op, "batch": batch, "nodes": n, "us": 1e6 * seconds / launches, "tile": str(tile)}
                 bench.results.add("tune", row)
-    if "matmul" in ops:
-        tune_products(bench)
-
-
-def tune_products(bench: Bench) -> None:
-    """The same for every product and number of tokens; the layers are as many as a cache cannot hold."""
-    for name, product in bench_products.products(bench.shape).items():
-        weights = [bench_products.matrix(product, i) for i in range(product.copies)]
-        for tokens in bench.tokens:
-
-            def run(tile: Any, product: Any = product, tokens: int = tokens, weights: Any = weights) -> Loop:
-                return bench_products.product_loop(bench.setup, product, tokens, weights, tile=tile)
-
-            print(f"matmul, {name}, {tokens} tokens", flush=True)
-            for seconds, tile in fastest(product.tiles(), run, name, repeats=5):
-                row = {"op": f"matmul {name}", "batch": 1, "nodes": tokens, "us": 1e6 * seconds / len(weights)}
-                bench.results.add("tune", row | {"tile": str(tile)})
 
 
 def targets(results: Results) -> list[dict[str, Any]]:

@@ -57,11 +57,9 @@ def random_target(config: TargetConfig, dtype: Dtype) -> Target:
 def random_drafter(model: Target, packed: Implementation | None = None) -> tuple[EagleDrafter, Any]:
     """An EAGLE drafter of the default shape; its temperature makes it sure of its drafts, so that trees are deep."""
     config = default_config(model, temperature=0.1)
-    step, head = None, None
-    if packed is not None:
-        step, head = EagleStep(config=config, implementation=packed), model.decode_weights.head
+    step = None if packed is None else EagleStep(config=config, implementation=packed)
     drafter = EagleDrafter(draft=TREE, config=config, dtype=model.dtype, step=step)
-    return drafter, drafter.bind(init_eagle(jax.random.key(1), config, model.dtype), model.params, head)
+    return drafter, drafter.bind(init_eagle(jax.random.key(1), config, model.dtype), model.params)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """The target's step of decoding over packed weights: what ``GatedDeltaNetLM.verify`` computes, in fewer launches.
 
 A few tokens times a large matrix takes the time of reading the matrix. So every matrix lies as its reader wants it, one
-array each, and the norm before a product, SwiGLU and the residual behind it go along with it
-(``kernels_pallas.stream_matmul``). A layer is in_proj, convolution and gates, delta rule, o_proj, gate and up, down.
+array each, with the scale of the norm before it; and the products from a layer's o_proj to the next one's in_proj, or to
+the head, with the gated norm before them, are one launch (``kernels_pallas.stream_matmul``), which reads one matrix while another ends. Between such
+launches are only convolution and gates, and the delta rule.
 
-Letters as in ``model.py``; P rows of packed weights.
+Letters as in ``model.py``; P rows of packed weights, T those of the tokens B N, filled up to a multiple of 8.
 """
 
 from dataclasses import dataclass
@@ -16,23 +17,19 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import gdn_verify, stream_matmul, tree_conv
 from kernels_pallas.implementations import Implementation
-from kernels_pallas.stream_matmul import pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul import COUNTERS, HeadNorm, Product, pack, pack_gate_up, pack_rows
 from specla_jax.config import Dtype, TargetConfig
-from specla_jax.model import rms_norm
 from specla_jax.state import RecurrentState, TreeFactors
 
 
 class LayerWeights(NamedTuple):
-    """One layer: matrices packed, a feature a row, norms in float32, and the small arrays of the parameters."""
+    """One layer: matrices packed, a feature a row, with the scales of the norms, and the small arrays of the parameters."""
 
-    attn_norm: Float[Array, " D"]
     in_proj: Float[Array, "P D"]
     conv: Float[Array, "W C"] | None
     A_log: Float[Array, " HV"]
     dt_bias: Float[Array, " HV"]
-    o_norm: Float[Array, " dv"]
     o_proj: Float[Array, "P value_dim"]
-    mlp_norm: Float[Array, " D"]
     gate_up: Float[Array, "P D"]
     down: Float[Array, "P I"]
 
@@ -42,37 +39,30 @@ class DecodeWeights(NamedTuple):
 
     embeddings: Float[Array, "V D"]
     layers: tuple[LayerWeights, ...]
-    norm: Float[Array, " D"]
     head: Float[Array, "P D"]
 
 
 def decode_weights(params: Any, config: TargetConfig, dtype: Dtype) -> DecodeWeights:
     """The parameters of ``GatedDeltaNetLM``, packed for decoding in ``dtype``; a pure function."""
 
-    def norm(module: Any) -> Array:  # widened here, or every step would do it in a launch of its own
-        return module["scale"].astype(jnp.float32)
-
     def layer(block: Any) -> LayerWeights:
         attn, mlp = block["attn"], block["mlp"]
         return LayerWeights(
-            attn_norm=norm(block["attn_norm"]),
-            in_proj=pack(attn["in_proj"]["kernel"], dtype),
+            in_proj=pack(attn["in_proj"]["kernel"], dtype, block["attn_norm"]["scale"]),
             conv=attn["conv"]["kernel"] if config.use_short_conv else None,
             A_log=attn["A_log"],
             dt_bias=attn["dt_bias"],
-            o_norm=norm(attn["o_norm"]),
-            o_proj=pack(attn["o_proj"]["kernel"], dtype),
-            mlp_norm=norm(block["mlp_norm"]),
-            gate_up=pack_gate_up(*jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1), dtype=dtype),
+            o_proj=pack(attn["o_proj"]["kernel"], dtype, jnp.tile(attn["o_norm"]["scale"], config.num_v_heads)),
+            gate_up=pack_gate_up(*jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1), dtype, block["mlp_norm"]["scale"]),
             down=pack(mlp["down_proj"]["kernel"], dtype),
         )
 
-    table = params["embeddings"]["embedding"]
+    table, scale = params["embeddings"]["embedding"], params["norm"]["scale"]
+    tied = config.tie_word_embeddings
     return DecodeWeights(
         embeddings=table,
         layers=tuple(layer(params[f"layers_{i}"]) for i in range(config.num_hidden_layers)),
-        norm=norm(params["norm"]),
-        head=pack_rows(table, dtype) if config.tie_word_embeddings else pack(params["lm_head"]["kernel"], dtype),
+        head=pack_rows(table, dtype, scale) if tied else pack(params["lm_head"]["kernel"], dtype, scale),
     )
 
 
@@ -101,33 +91,45 @@ class DecodeStep:
     ) -> tuple[Float[Array, "B N V"], Float[Array, "B N features"], TreeFactors]:
         """See ``GatedDeltaNetLM.verify``."""
         c, shape = self.config, tokens.shape
-        h = jnp.take(weights.embeddings, tokens.reshape(-1), axis=0, mode="clip").astype(self.dtype)
+        gate = c.value_dim if c.use_gate else 0
+        widths = [c.conv_dim + gate + 2 * c.num_v_heads] * c.num_hidden_layers + [c.vocab_size]
+        arrivals = jax.new_ref(jnp.zeros((c.num_hidden_layers, COUNTERS), jnp.int32))
+        h = jnp.take(weights.embeddings, self._fill_up(tokens.reshape(-1)), axis=0, mode="clip").astype(self.dtype)
+        normed = [*(w.in_proj for w in weights.layers), weights.head]
+        (y,) = self._products(h, [Product(normed[0], "plain", True, widths[0])], tokens.size)
         outputs, deltas, windows = [], [], []
         for i, w in enumerate(weights.layers):
-            h, delta, window = self._layer(h, w, parents, num_nodes, state, i)
+            o, delta, window = self._mix(y.reshape(*shape, -1), w, parents, num_nodes, state, i)
+            products = [
+                Product(w.o_proj, "residual", False, c.hidden_size),
+                Product(w.gate_up, "swiglu", True, c.intermediate_size),
+                Product(w.down, "residual", False, c.hidden_size),
+                Product(normed[i + 1], "plain", True, widths[i + 1]),
+            ]
+            heads = HeadNorm(c.head_v_dim, y if c.use_gate else None, c.conv_dim)
+            options = {"residual": h, "heads": heads, "arrivals": (arrivals, i)}
+            *_, h, y = self._products(o, products, tokens.size, **options)
             outputs.append(h)
             deltas.append(delta)
             windows.append(window)
-        logits = self._product(h, weights.head, c.vocab_size, norm=weights.norm)
-        features = jnp.concatenate([outputs[i] for i in self.feature_layers], axis=-1)
+        features = jnp.concatenate([outputs[i][: tokens.size] for i in self.feature_layers], axis=-1)
         delta = jax.tree.map(lambda *leaves: jnp.stack(leaves), *deltas)
         factors = TreeFactors(delta, None if state.conv is None else jnp.stack(windows))
-        return logits.reshape(*shape, -1), features.reshape(*shape, -1), factors
+        return y.reshape(*shape, -1), features.reshape(*shape, -1), factors
 
-    def _layer(
+    def _mix(
         self,
-        h: Float[Array, "BN D"],
+        y: Float[Array, "B N width"],
         w: LayerWeights,
         parents: Int[Array, "B N"],
         num_nodes: Int[Array, " B"],
         state: RecurrentState,
         layer: int,
-    ) -> tuple[Array, Any, Array]:
-        c, shape = self.config, parents.shape
-        gate = c.value_dim if c.use_gate else 0
-        y = self._product(h, w.in_proj, c.conv_dim + gate + 2 * c.num_v_heads, norm=w.attn_norm)
+    ) -> tuple[Float[Array, "BN value_dim"], Any, Array]:
+        """What stands between in_proj, which gave ``y``, and o_proj."""
+        c = self.config
         t = tree_conv(
-            y.reshape(*shape, -1),
+            y,
             state.conv,
             w.conv,
             w.A_log,
@@ -142,13 +144,13 @@ class DecodeStep:
             layer=layer,
         )
         o, delta = gdn_verify(t.q, t.k, t.v, t.log_decay, t.beta, state.S, parents, num_nodes, layer=layer)
-        o = rms_norm(o, w.o_norm, c.norm_eps).reshape(-1, c.value_dim)
-        if c.use_gate:
-            o = o * jax.nn.silu(y[:, c.conv_dim : c.conv_dim + gate].astype(self.dtype).astype(jnp.float32))
-        h = self._product(o.astype(self.dtype), w.o_proj, c.hidden_size, residual=h)
-        a = self._product(h, w.gate_up, c.intermediate_size, norm=w.mlp_norm, swiglu=True)
-        return self._product(a, w.down, c.hidden_size, residual=h), delta, t.inputs
+        return o.reshape(-1, c.value_dim), delta, t.inputs
 
-    def _product(self, x: Array, weights: Array, features: int, norm: Array | None = None, **options: Any) -> Array:
-        scaled = None if norm is None else (norm, self.config.norm_eps)
-        return stream_matmul(x, weights, norm=scaled, features=features, implementation=self.implementation, **options)
+    def _products(self, x: Array, products: list[Product], tokens: int, **options: Any) -> tuple[Array, ...]:
+        eps = self.config.norm_eps
+        return stream_matmul(x, products, tokens=tokens, eps=eps, implementation=self.implementation, **options)
+
+    @staticmethod
+    def _fill_up(x: Array) -> Array:
+        """``x`` with rows of zeros, up to a multiple of 8."""
+        return jnp.pad(x, [(0, -x.shape[0] % 8), *((0, 0) for _ in x.shape[1:])])

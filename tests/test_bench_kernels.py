@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import stream_matmul
+
 
 def test_a_tiny_run_writes_its_figures(scripts, tmp_path, capsys):
     options = ["--shape", "tiny", "--batch", "1", "--nodes", "6", "--layers", "2", "--repeats", "1"]
@@ -57,21 +59,69 @@ def test_tune_goes_on_after_a_tile_that_fails(scripts, tmp_path, capsys, monkeyp
     options = ["--shape", "tiny", "--batch", "1", "--nodes", "1", "--tune", "--only", "verify"]
     bench.main([*options, "--out", str(tmp_path)])
     assert capsys.readouterr().out.count(" fails: ") == 2
-    products = scripts("bench_products")
-    monkeypatch.setattr(products.Product, "tiles", lambda product: [products.Tile(depth=64)])
-    bench.main([*options[:-1], "matmul", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count(" fails: ") == 5
 
 
-def test_candidates_for_products(scripts):
-    """No two are the same when they are cut to the depth, and only whole sums are normed."""
-    products = scripts("bench_products").products(scripts("bench_kernels").SHAPES["1.3b"])
-    assert [product.features for product in products.values()] == [8208, 2048, 5632, 2048, 32000]
-    assert {tile.split for tile in products["in"].tiles()} == {1}
-    tiles = products["down"].tiles()
-    assert {(tile.depth, tile.split) for tile in tiles} >= {(128, 4), (256, 2), (64, 8)}
-    assert (256, 4) not in {(tile.depth, tile.split) for tile in tiles}
-    assert len(tiles) == len(set(tiles))
+def test_the_products_of_a_layer(scripts):
+    """Sizes of the 1.3B model; they are those of the products that a launch makes of their weights."""
+    bench, products = scripts("bench_kernels"), scripts("bench_products")
+    matrices = products.matrices(bench.SHAPES["1.3b"])
+    assert {name: (matrix.depth, matrix.features) for name, matrix in matrices.items()} == {
+        "in": (2048, 8208),
+        "o": (2048, 2048),
+        "gate_up": (2048, 5632),
+        "down": (5632, 2048),
+        "head": (2048, 32000),
+    }
+    for matrix in products.matrices(bench.SHAPES["tiny"]).values():
+        product = matrix.product(products.packed(matrix, 0))
+        assert (product.weights.shape[1], product.width) == (matrix.depth, matrix.features)
+        assert product.weights.nbytes >= matrix.moved
+
+
+def test_a_launch_of_a_layer_ends_with_the_projection_of_the_next(scripts):
+    bench, products = scripts("bench_kernels"), scripts("bench_products")
+    shape = bench.SHAPES["tiny"]
+    matrices = products.matrices(shape)
+    launches = products.chains(shape)
+    assert len(launches) == shape.layers == 2
+    for i, launch in enumerate(launches):
+        o, gate_up, down, into = (products.packed(matrices[name], i) for name in ("o", "gate_up", "down", "in"))
+        assert [w is own for w, own in zip(launch, (o, gate_up, down, into), strict=True)] == [True] * 3 + [False]
+        assert launches[1 - i][-1] is into
+
+
+@pytest.mark.parametrize("tokens", [6, 8])
+def test_a_step_of_a_layers_loop_is_its_products_one_by_one(scripts, monkeypatch, tokens):
+    bench, loops, products = scripts("bench_kernels"), scripts("bench_loops"), scripts("bench_products")
+    counters = set()
+
+    def run(*args, arrivals, **options):
+        counters.add((*arrivals[0].shape, arrivals[1]))
+        return stream_matmul(*args, **options)
+
+    monkeypatch.setattr(products, "stream_matmul", run)
+    shape = bench.SHAPES["tiny"]
+    matrices = products.matrices(shape)
+    timing = scripts("benching").Timing(repeats=1, seconds=1e-9)
+    loop = products.layer_loop(loops.Setup(shape=shape, timing=timing), tokens, "reference")
+    assert loop.steps == 1
+    assert counters == {(2, 8, 0), (2, 8, 1)}  # no two launches count in the same row
+
+    mixed, hidden, blank = jax.tree.map(jnp.copy, loop.carry)
+    assert mixed.shape == (8, matrices["o"].depth)
+    *after, made = loop.program(loop.carry, loop.fixed)
+    for launch, projected in zip(loop.fixed, made, strict=True):
+        x = mixed
+        for name, weights in zip(products.CHAIN, launch, strict=True):
+            product = matrices[name].product(weights)
+            (x,) = stream_matmul(x, [product], tokens=tokens, residual=hidden, eps=products.EPS)
+            hidden = x if product.ends == "residual" else hidden
+        assert x.shape == projected.shape == (tokens, matrices["in"].features)
+        np.testing.assert_allclose(projected, x, atol=0.05)  # of bf16 on its way
+        mixed = jnp.zeros_like(mixed).at[:tokens].set(x[:, : mixed.shape[1]].astype(mixed.dtype))
+    for found, expected in zip(after, (mixed, hidden), strict=True):
+        np.testing.assert_allclose(*(y.astype(jnp.float32) for y in (found, expected)), atol=0.05)
+    assert [y.shape for y in blank] == [y.shape for y in made]
 
 
 def test_the_tree_has_four_nodes_a_level(scripts):

@@ -1,6 +1,7 @@
-"""``stream_matmul``: see api.py for what it computes, reference.py for the plain implementation and the packing."""
+"""Products of a few tokens with large matrices, one after another in one launch."""
 
 from kernels_pallas.stream_matmul.api import stream_matmul
-from kernels_pallas.stream_matmul.reference import pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul.mosaic_gpu import COUNTERS
+from kernels_pallas.stream_matmul.reference import HeadNorm, Product, pack, pack_gate_up, pack_rows
 
-__all__ = ["pack", "pack_gate_up", "pack_rows", "stream_matmul"]
+__all__ = ["COUNTERS", "HeadNorm", "Product", "pack", "pack_gate_up", "pack_rows", "stream_matmul"]

@@ -1,11 +1,14 @@
-"""The product of a few tokens with a large matrix, with what stands before and after it in a layer.
+"""Products of a few tokens with large matrices, one after another, with what stands before and after each.
 
 A decoding step or the verification of a draft tree multiplies 1 to 64 tokens with every matrix of the model. The time
-is that of reading the matrix once; so the norm before the product, and SwiGLU or the residual after it, are computed
-beside the stream instead of in launches of their own.
+is that of reading the matrices once. So the norm before a product, SwiGLU and the residual after it, are computed beside
+the stream, and a layer's products share a launch: while one of them ends, the weights of the next are on their way.
 
-Bytes moved: the weights once; x, the residual and the output are small beside them.
+Bytes moved: the weights once; x, the residual and the outputs are small beside them.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,67 +16,108 @@ from jaxtyping import Array, Float
 from kernels_pallas.implementations import Implementation, choose
 from kernels_pallas.shapes import check_rank, check_shape
 from kernels_pallas.stream_matmul import mosaic_gpu, reference
-from kernels_pallas.stream_matmul.reference import BLOCK
+from kernels_pallas.stream_matmul.reference import BLOCK, HeadNorm, Product
+
+__all__ = ["HeadNorm", "Product", "stream_matmul"]
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def stream_matmul(
-    x: Float[Array, "N K"],
-    weights: Float[Array, "P K"],
+    x: Float[Array, "T K"],
+    products: Sequence[Product],
     *,
-    norm: tuple[Float[Array, " K"], float] | None = None,
-    residual: Float[Array, "N M"] | None = None,
-    swiglu: bool = False,
-    features: int | None = None,
+    tokens: int | None = None,
+    residual: Float[Array, "T D"] | None = None,
+    eps: float | None = None,
+    heads: HeadNorm | None = None,
+    arrivals: tuple[Any, int] | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "N M"]:
-    """``x`` times packed weights: the rows of the result do not depend on how many tokens there are.
+) -> tuple[Array, ...]:
+    """``x`` times the first weights, what comes out times the second, and so on: all outputs.
 
-        y = rms_norm(x, scale, eps) W^T   or   x W^T         operands rounded to the dtype of W, fp32 sums
-        out = y                                              fp32
-        out = silu(gate) up, with [gate | up] = y            in the dtype of W
-        out = residual + y                                   in the dtype of the residual
+        y = x W^T, or of a normed product (x W^T) / sqrt(mean(x^2) + eps)     operands in the dtype of W, fp32 sums
+
+    An output's rows do not depend on how many tokens there are. See :class:`Product` for what becomes of y. An output
+    is fp32 for a plain product, in the dtype of the residual or of the weights for the others.
 
     Args:
-        x: bf16 or fp32.
-        weights: of ``pack``, or of ``pack_gate_up`` for ``swiglu``; bf16 or fp32.
-        norm: scale and eps of a root-mean-square norm of x.
-        residual: bf16 or fp32; not with ``swiglu``.
-        swiglu: the weights are those of a gate and of what it lets through.
-        features: M; None for as many as there are rows of weights (half of them for ``swiglu``), filled-up ones
-            included.
-        implementation: "mosaic_gpu" (bf16 weights on Hopper, N at most 64, K a multiple of 64, M of 8), "reference", or
-            None for the reference: the kernel has not been timed yet.
+        x: bf16 or fp32. T is a multiple of 8 for the kernel; rows from ``tokens`` on may hold any numbers. With
+            ``heads`` it has only the N rows.
+        products: one or more; only the last may be plain.
+        tokens: N, 1 to T; the rows of a plain output. The other outputs have T rows. None for T.
+        residual: of the first product that has one.
+        eps: of the norms.
+        heads: a norm of x by heads, with a gate, before the first product.
+        arrivals: for the kernel, a reference of int32 zeros [n, 8] and a row of it that no other launch takes. None: the
+            launch makes its own, which takes a launch more.
+        implementation: "mosaic_gpu" (bf16 on Hopper, at most 64 tokens; see there), "reference", or None for the first
+            that can run.
 
     Raises:
         ValueError: a shape or dtype does not fit, or the implementation cannot run.
     """
-    check_rank("x", x, "N K")
-    check_rank("weights", weights, "P K")
-    tokens, depth = x.shape
-    rows = weights.shape[0]
-    if tokens < 1:
-        raise ValueError("x must hold 1 token or more, got 0")
-    if rows < BLOCK or rows % BLOCK:
-        raise ValueError(f"weights must be packed, with a multiple of {BLOCK} rows, got {rows}")
-    check_shape("weights", weights, "P K", (rows, depth))
-    most = rows // 2 if swiglu else rows
-    features = most if features is None else features
-    if not 0 < features <= most:
-        raise ValueError(f"features must be 1 to {most}, got {features}")
-    if norm is not None:
-        check_shape("norm[0]", norm[0], "K", (depth,))
-    if residual is not None:
-        if swiglu:
-            raise ValueError("residual must be None with swiglu")
-        check_shape("residual", residual, "N M", (tokens, features))
-    for name, array in (("x", x), ("weights", weights), ("norm[0]", norm and norm[0]), ("residual", residual)):
+    check_rank("x", x, "T K")
+    rows, depth = x.shape
+    if heads is not None:
+        _check_heads(heads, x, tokens, eps)
+        rows = rows if residual is None else residual.shape[0]
+    tokens = rows if tokens is None else tokens
+    if not 1 <= tokens <= rows:
+        raise ValueError(f"tokens must be 1 to the {rows} rows, got {tokens}")
+    if not products:
+        raise ValueError("products must hold one or more, got none")
+    for i, product in enumerate(products):
+        name = f"products[{i}]"
+        _check(name, product, depth, last=i == len(products) - 1, residual=residual, eps=eps)
+        if product.ends == "residual" and residual is not None:
+            check_shape("residual", residual, "T D", (rows, product.width))
+        depth = product.width
+    for name, array in (("x", x), ("residual", residual), *((f"products[{i}]", p[0]) for i, p in enumerate(products))):
         if array is not None and array.dtype not in _DTYPES:
             raise ValueError(f"{name} must be bfloat16 or float32, got {array.dtype}")
+    options = {} if implementation == "reference" else {"mosaic_gpu": mosaic_gpu.why_not(rows, x, products, residual, heads)}
     run = choose(
         *("stream_matmul", implementation),
-        {"reference": reference.stream_matmul, "mosaic_gpu": mosaic_gpu.stream_matmul},
-        {"mosaic_gpu": mosaic_gpu.why_not(weights.dtype, tokens, depth, features)},
+        {"mosaic_gpu": mosaic_gpu.stream_matmul, "reference": reference.stream_matmul},
+        options,
     )
-    return run(x, weights, norm, residual, swiglu, features)
+    if run is mosaic_gpu.stream_matmul:
+        return mosaic_gpu.stream_matmul(x, products, residual, tokens, eps, heads, arrivals)
+    return reference.stream_matmul(x, products, residual, tokens, eps, heads)
+
+
+def _check_heads(heads: HeadNorm, x: Array, tokens: int | None, eps: float | None) -> None:
+    """Raises ValueError unless the norm by heads fits x [N, K]."""
+    count, width = x.shape
+    if tokens not in (None, count):
+        raise ValueError(f"x must have {tokens} rows, as tokens says, got {count}")
+    if heads.size < 1 or width % heads.size:
+        raise ValueError(f"heads.size must divide the {width} columns of x, got {heads.size}")
+    if eps is None:
+        raise ValueError("eps must be given for heads")
+    if heads.gate is not None:
+        check_rank("heads.gate", heads.gate, "N width")
+        least = heads.start + width
+        if heads.start < 0 or heads.gate.shape[0] != count or heads.gate.shape[1] < least:
+            raise ValueError(f"heads.gate must be [{count}, {least} or more], got {list(heads.gate.shape)}")
+
+
+def _check(name: str, product: Product, depth: int, *, last: bool, residual: Any, eps: float | None) -> None:
+    """Raises ValueError unless the product fits ``depth`` features before it."""
+    check_rank(f"{name}.weights", product.weights, "P K")
+    packed = product.weights.shape[0]
+    if packed < BLOCK or packed % BLOCK:
+        raise ValueError(f"{name}.weights must be packed, with a multiple of {BLOCK} rows, got {packed}")
+    check_shape(f"{name}.weights", product.weights, "P K", (packed, depth))
+    most = packed // (2 if product.ends == "swiglu" else 1)
+    if not 0 < product.width <= most:
+        raise ValueError(f"{name}.features must be 1 to {most}, got {product.width}")
+    if product.ends not in ("plain", "residual", "swiglu"):
+        raise ValueError(f"{name}.ends must be 'plain', 'residual' or 'swiglu', got {product.ends!r}")
+    if product.ends == "plain" and not last:
+        raise ValueError(f"{name}.ends must be 'residual' or 'swiglu', as it is not the last, got 'plain'")
+    if product.ends == "residual" and residual is None:
+        raise ValueError(f"residual must be given for {name}")
+    if product.normed and eps is None:
+        raise ValueError(f"eps must be given for {name}")

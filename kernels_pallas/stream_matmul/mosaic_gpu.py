@@ -1,30 +1,29 @@
-"""A weight-streaming product in one Pallas Mosaic GPU launch, for Hopper.
+"""Weight-streaming products in one Pallas Mosaic GPU launch, for Hopper.
 
-A program takes 64 features, the 64 rows of weights that tensor cores take as their left operand; the tokens are the
-right one. Weights and x come by TMA through a ring in shared memory, so that as much is on its way as the latency of
-the memory asks for, and one warpgroup multiplies what has come.
+As many programs as the card has multiprocessors run all of the products, one after another. A program takes blocks of
+features: the rows of weights that tensor cores take as their left operand, with the tokens as the right one. What it
+reads of all products, in order, is one stream of steps through a ring in shared memory. Of its three warpgroups one asks
+for weights, as soon as a slot is free, one for x, and one multiplies. So the ring stays full: when the programs wait for
+each other between two products, the first weights of the next one are on their way already.
 
-1. Norm: sum_k (x_k scale_k) W_k / rms(x). x times the scale is rounded to bf16 where it lies, between its arrival and
-   the product; the root mean square divides the sums, when all of x has passed by.
-2. Few features: the programs of a cluster share the depth. Each of the others sends its sums into the shared memory of
-   the first, which adds them in order.
+0. A norm of x by heads, if there is one: a block of it has 8 tokens of a head.
+1. Weights and x come by TMA, x of a product only when the product before it is complete.
+2. Norm: (x W^T) / rms(x), with the squares summed beside the products.
 3. The sums go through shared memory, which turns them: a token is a line of the output. SwiGLU has gate and up in one
-   block. The residual was asked for at the start.
+   block.
+4. A program that has written a block counts it as arrived; whoever needs the product waits for all of its blocks.
 
-Bytes: the weights once; x once a program, from L2 but for the first.
+Bytes: the weights once; x once a block, from L2 but for the first.
 
-Numerics: bf16 products, fp32 sums in the order of the depth, that of a cluster's parts last. Neither depends on the
-number of tokens, nor on time: a token gets the same bits in every run and beside any others. The reference rounds x
-times scale / rms(x), and so by as much, but not to the same bits.
+Numerics: bf16 products, fp32 sums in the order of the depth. Neither depends on the number of tokens, nor on time: a
+token gets the same bits in every run and beside any others.
 
-Limits: bf16 weights, K a multiple of 64; a norm takes all of K in one program. Tokens are computed as the next of 8,
-16, 32, 64. Shared memory of tensor cores comes in blocks of 8 tokens: where N is no multiple of 8, and where x is fp32,
-x takes a way round through plain shared memory.
+Limits: see ``unsupported``. All programs must run at the same time, one a multiprocessor: this is no kernel for a card
+that other processes share with it (MPS), where it could wait forever.
 """
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,344 +35,505 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import mosaic
 from kernels_pallas.mosaic import BLOCK
-from kernels_pallas.stream_matmul.reference import GROUP
-from kernels_pallas.stream_matmul.tiles import Tile, pick, within
-from kernels_pallas.tiles import check_shared_memory
+from kernels_pallas.stream_matmul.reference import GROUP, Ends, HeadNorm, Product
 
 SWIZZLE = 128  # bytes
-PIECE = SWIZZLE // 2  # columns of x that are scaled at a time
+DEPTH = 256  # columns of weights of a step: fewer make more steps than a program can take at the memory's speed
+DEEP_ROWS = 32  # with more of x, half as many, which leaves room for more slots; no sum changes
+PIECE = SWIZZLE // 2  # columns of x whose squares are summed at a time
 LINES = mosaic.pieces(2, PIECE, 4)  # a line over 16 lanes, whatever the number of tokens: sums in the same order
-COMPILER = 3 * 1024  # bytes of shared memory that the compiler sets aside for sums across warps, and barriers
-MULTIPROCESSOR = 228 * 1024  # bytes of its shared memory, of which every program takes 1 KB more than it asks for
+ROOM = 227 * 1024  # bytes of shared memory of a program
+COMPILER = 4 * 1024  # bytes of it that the compiler sets aside for sums across warps, and barriers
+COUNTERS = 8  # of a launch: its products and the norm before them, at most
+GROUP_ROWS = 8  # tokens of a block of the norm by heads
+BF16 = jnp.dtype(jnp.bfloat16)
 
 
-def unsupported(dtype: Any, tokens: int, depth: int, features: int) -> str | None:
-    """Why this kernel cannot take such weights and tokens, or None if it can."""
+def unsupported(
+    rows: int, x: Any, products: Sequence[Product], residual: Any, heads: HeadNorm | None = None
+) -> str | None:
+    """Why this kernel cannot take these products of ``rows`` tokens, padding included, or None if it can."""
     if reason := mosaic.unsupported():
         return reason
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"weights must be bfloat16, got {jnp.dtype(dtype).name}"
-    if tokens > 64:
-        return f"x must hold at most 64 tokens, got {tokens}"
-    if depth % 64:
-        return f"x must have a multiple of 64 columns, got {depth}"
-    if features % 8:
-        return f"features must be a multiple of 8, got {features}"
+    if rows > 64 or rows % 8:
+        return f"there must be 8, 16, ... or 64 rows, got {rows}"
+    if heads is not None and heads.size not in (64, 128, 256):
+        return f"heads.size must be 64, 128 or 256, got {heads.size}"
+    for name, array in (("x", x), ("residual", residual), *((f"products[{i}]", p[0]) for i, p in enumerate(products))):
+        if array is not None and array.dtype != BF16:
+            return f"{name} must be bfloat16, got {array.dtype}"
+    if len(products) >= COUNTERS:
+        return f"products must hold at most {COUNTERS - 1}, got {len(products)}"
+    for i, product in enumerate(products):
+        depth, width = product.weights.shape[1], product.width
+        if depth % DEPTH:
+            return f"products[{i}] must have a multiple of {DEPTH} columns, got {depth}"
+        if product.ends != "plain" and width % (GROUP if product.ends == "swiglu" else BLOCK):
+            return f"products[{i}] must have a multiple of 64 features, of 32 for SwiGLU, got {width}"
+        if width % 8:
+            return f"products[{i}] must have a multiple of 8 features, got {width}"
     return None
 
 
-def why_not(dtype: Any, tokens: int, depth: int, features: int) -> str | None:
-    """Why this kernel cannot run here on such weights and tokens, or None if it can."""
-    return mosaic.why_not() or unsupported(dtype, tokens, depth, features)
+def why_not(
+    rows: int, x: Any, products: Sequence[Product], residual: Any, heads: HeadNorm | None = None
+) -> str | None:
+    """Why this kernel cannot run these products here, or None if it can."""
+    return mosaic.why_not() or unsupported(rows, x, products, residual, heads)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a launch is made for.
+class Heads:
+    """What is static of a norm by heads: ``count`` heads of ``size``; ``start`` of the gate, None without one."""
+
+    size: int
+    count: int
+    start: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What is static of a product.
 
     Attributes:
-        tokens: N; ``padded`` of them are computed.
-        eps: of the norm; None without one.
-        features: M.
-        residual: its dtype, or None.
+        blocks: of 64 rows of weights, for the features that there are.
+        first: the program that takes the first one.
+        step: columns of weights of a step.
     """
 
-    tokens: int
     depth: int
-    x_dtype: Any
-    eps: float | None
-    swiglu: bool
-    features: int
-    residual: Any
-    tile: Tile
-
-    @property
-    def padded(self) -> int:
-        return max(8, 1 << (self.tokens - 1).bit_length())
-
-    @property
-    def steps(self) -> int:
-        """Of a program."""
-        return self.depth // (self.tile.split * self.tile.depth)
-
-    @property
-    def plain(self) -> bool:
-        """Whether x comes into plain shared memory, from which it must be moved."""
-        return self.tokens % 8 != 0 or self.x_dtype != jnp.bfloat16
-
-    @property
-    def prepares(self) -> bool:
-        """Whether x passes through registers before it is multiplied."""
-        return self.plain or self.eps is not None
+    width: int
+    ends: Ends
+    normed: bool
+    blocks: int
+    first: int
+    step: int
 
     @property
     def columns(self) -> int:
         """Of the output, a block."""
-        return GROUP if self.swiglu else BLOCK
+        return GROUP if self.ends == "swiglu" else BLOCK
 
     @property
-    def out_dtype(self) -> Any:
-        if self.residual is not None:
-            return self.residual
-        return jnp.dtype(jnp.bfloat16 if self.swiglu else jnp.float32)
+    def steps(self) -> int:
+        """Of a block."""
+        return self.depth // self.step
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.float32) if self.ends == "plain" else BF16
 
 
-def shared_bytes(plan: Plan) -> int:
-    """Shared memory of a program: what ``_scratch`` asks for in whole KB, and what the compiler adds."""
-    sizes = (
-        math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
-        for ref in _scratch(plan).values()
-        if ref is not None and not isinstance(ref, plgpu.Barrier)
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a launch is made for: N tokens in T rows; ``slots`` of the ring."""
+
+    stages: tuple[Stage, ...]
+    tokens: int
+    rows: int
+    eps: float | None
+    programs: int
+    slots: int
+    heads: Heads | None
+
+    @property
+    def step(self) -> int:
+        """Columns of weights of a step; without a product, of none."""
+        return self.stages[0].step if self.stages else PIECE
+
+    @property
+    def head_blocks(self) -> int:
+        """Of the norm by heads."""
+        return 0 if self.heads is None else self.heads.count * (self.rows // GROUP_ROWS)
+
+    def rounds(self, stage: Stage) -> int:
+        """Blocks of a program at most."""
+        return -(-stage.blocks // self.programs)
+
+
+def make_plan(
+    products: Sequence[Product],
+    tokens: int,
+    rows: int,
+    eps: float | None,
+    programs: int,
+    slots: int | None = None,
+    heads: HeadNorm | None = None,
+) -> Plan:
+    """The blocks of each product, dealt out to the programs in turn; ``slots`` None: as many as fit."""
+    stages: list[Stage] = []
+    step = DEPTH if rows <= DEEP_ROWS else DEPTH // 2
+    normed, dealt = None, 0
+    if heads is not None:
+        start = None if heads.gate is None else heads.start
+        normed = Heads(size=heads.size, count=products[0].weights.shape[1] // heads.size, start=start)
+        dealt = normed.count * (rows // GROUP_ROWS)
+    for product in products:
+        blocks = -(-product.width // (GROUP if product.ends == "swiglu" else BLOCK))
+        stage = Stage(
+            depth=product.weights.shape[1],
+            width=product.width,
+            ends=product.ends,
+            normed=product.normed,
+            blocks=blocks,
+            first=dealt % programs,
+            step=step,
+        )
+        stages.append(stage)
+        dealt += blocks
+    slot, sums = 2 * step * (BLOCK + rows), rows * BLOCK * 4
+    beside = 2 * sums + (GROUP_ROWS * normed.size * 6 if normed else 0)  # the outputs take no more than the sums
+    fit = (ROOM - COMPILER - beside) // slot
+    steps = sum(stage.steps * -(-stage.blocks // programs) for stage in stages)
+    slots = min(slots or fit, fit, steps)
+    return Plan(
+        stages=tuple(stages), tokens=tokens, rows=rows, eps=eps, programs=programs, slots=slots, heads=normed
     )
-    return sum(-(-size // 1024) * 1024 for size in sizes) + COMPILER
-
-
-def fitted(plan: Plan) -> Plan:
-    """This plan with no more stages than there are steps, and than fit beside the other programs; two must."""
-    room = MULTIPROCESSOR // plan.tile.programs - 1024
-    least, most = min(2, plan.steps), min(plan.tile.stages, plan.steps)
-    plans = (replace(plan, tile=replace(plan.tile, stages=stages)) for stages in range(most, least - 1, -1))
-    return next((fit for fit in plans if shared_bytes(fit) <= room or fit.tile.stages == least), plan)
 
 
 def stream_matmul(
     x: jax.Array,
-    weights: jax.Array,
-    norm: tuple[jax.Array, float] | None,
+    products: Sequence[Product],
     residual: jax.Array | None,
-    swiglu: bool,
-    features: int,
-    tile: Tile | None = None,
+    tokens: int,
+    eps: float | None,
+    heads: HeadNorm | None = None,
+    arrivals: tuple[Any, int] | None = None,
+    programs: int | None = None,
+    slots: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """See ``api.stream_matmul``; the arguments are already checked. ``tile`` None: from the table."""
-    (tokens, depth), rows = x.shape, weights.shape[0]
-    if reason := unsupported(weights.dtype, tokens, depth, features):
+) -> tuple[jax.Array, ...]:
+    """See ``api.stream_matmul``; the arguments are already checked. ``programs`` None: one a multiprocessor."""
+    rows = x.shape[0] if residual is None else residual.shape[0]
+    if reason := unsupported(rows, x, products, residual, heads):
         raise ValueError(f"stream_matmul cannot run as a Mosaic GPU kernel: {reason}")
-    normed = norm is not None
-    wanted = pick(tokens, rows, depth, normed) if tile is None else within(tile, depth, normed)
-    plan = Plan(
-        tokens=tokens,
-        depth=depth,
-        x_dtype=x.dtype,
-        eps=float(norm[1]) if norm is not None else None,
-        swiglu=swiglu,
-        features=features,
-        residual=None if residual is None else residual.dtype,
-        tile=wanted,
-    )
-    plan = fitted(plan)
-    check_shared_memory("stream_matmul", plan.tile, shared_bytes(plan), remedy="less depth")
-    scale = norm[0].astype(jnp.float32) if norm is not None else None
-    return _launch(x, weights, scale, residual, plan, interpret)
+    programs = programs or mosaic.multiprocessors()
+    eps = None if eps is None else float(eps)
+    if interpret:  # which runs one program after another, none of which could wait for the others
+        return _one_by_one(x, products, residual, tokens, eps, heads, programs, slots)
+    plan = make_plan(products, tokens, rows, eps, programs, slots, heads)
+    weights, gate = tuple(product.weights for product in products), None if heads is None else heads.gate
+    if len(products) == 1 and heads is None:
+        return _launch(x, residual, gate, weights, None, None, plan, interpret)
+    counters, launch = (jax.new_ref(jnp.zeros((1, COUNTERS), jnp.int32)), 0) if arrivals is None else arrivals
+    # The row is data: as a constant it would make, and compile, another kernel for each launch.
+    outs = _launch(x, residual, gate, weights, counters, jnp.full(1, launch, jnp.int32), plan, interpret)
+    return outs[-len(products) :]
+
+
+def _one_by_one(x, products, residual, tokens, eps, heads, programs, slots) -> tuple[jax.Array, ...]:
+    """The stages of a launch, each in a launch of its own, with the blocks that it has among the others."""
+    rows = x.shape[0] if residual is None else residual.shape[0]
+    whole = make_plan(products, tokens, rows, eps, programs, slots, heads)
+    if heads is not None:
+        (x,) = _launch(x, None, heads.gate, (), None, None, replace(whole, stages=()), True)
+    outs = []
+    for product, stage in zip(products, whole.stages, strict=True):
+        needed = residual if product.ends == "residual" else None
+        plan = replace(whole, stages=(stage,), heads=None)
+        (x,) = _launch(x, needed, None, (product.weights,), None, None, plan, True)
+        residual = x if product.ends == "residual" else residual
+        outs.append(x)
+    return tuple(outs)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))  # lowered once for all layers
 def _launch(
     x: jax.Array,
-    weights: jax.Array,
-    scale: jax.Array | None,
     residual: jax.Array | None,
+    gate: jax.Array | None,
+    weights: tuple[jax.Array, ...],
+    arrivals: Any,
+    launch: jax.Array | None,
     plan: Plan,
     interpret: bool,
-) -> jax.Array:
-    clusters: dict[str, Any] = {} if interpret else {"cluster": (plan.tile.split,), "cluster_names": ("part",)}
-    inputs = [array for array in (x, weights, scale, residual) if array is not None]
+) -> tuple[jax.Array, ...]:
+    inputs = {"x": x, "residual": residual, "gate": gate, "arrivals": arrivals, "launch": launch}
+    inputs = {name: array for name, array in inputs.items() if array is not None}
+    outs = tuple(
+        jax.ShapeDtypeStruct((plan.tokens if stage.ends == "plain" else plan.rows, stage.width), stage.dtype)
+        for stage in plan.stages
+    )
+    if plan.heads is not None:
+        outs = (jax.ShapeDtypeStruct((plan.rows, plan.heads.count * plan.heads.size), BF16), *outs)
+    roles: dict[str, Any] = {} if interpret else {"num_threads": 3, "thread_name": "role"}
     return plgpu.kernel(
-        functools.partial(_kernel, plan=plan, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((plan.tokens, plan.features), plan.out_dtype),
+        functools.partial(_kernel, plan=plan, names=tuple(inputs), interpret=interpret),
+        out_type=outs,
         scratch_types=_scratch(plan),
-        grid=(-(-plan.features // plan.columns),),
-        grid_names=("block",),
+        grid=(plan.programs,),
+        grid_names=("program",),
         compiler_params=mosaic.params(),
         kernel_name="stream_matmul",
         interpret=plgpu.InterpretGPUParams() if interpret else None,  # pyrefly: ignore[missing-attribute]
-        **clusters,
-    )(*inputs)
+        **roles,
+    )(*inputs.values(), *weights)
 
 
 def _scratch(plan: Plan) -> dict[str, Any]:
     """Shared memory of a program."""
-    tile, padded = plan.tile, plan.padded
-    stages, norm, residual = tile.stages, plan.eps is not None, plan.residual is not None
-    parts = tile.split - 1
+    slots, rows = plan.slots, plan.rows
+    ends = {stage.ends for stage in plan.stages}
     return {
-        "w_smem": mosaic.tiled((stages, BLOCK, tile.depth), SWIZZLE),
-        "x_smem": plgpu.SMEM((stages, padded, tile.depth), plan.x_dtype)
-        if plan.plain
-        else mosaic.tiled((stages, padded, tile.depth), SWIZZLE),
-        "moved_smem": mosaic.tiled((2, padded, tile.depth), SWIZZLE) if plan.plain else None,
-        "scale_smem": plgpu.SMEM((stages, tile.depth), jnp.float32) if norm else None,
-        "loaded": plgpu.Barrier(num_arrivals=2 + norm, num_barriers=stages),
-        "square_smem": plgpu.SMEM((padded,), jnp.float32) if norm else None,
-        "part_smem": _parts(parts, padded) if parts else None,
-        "met": plgpu.Barrier(num_arrivals=parts) if parts else None,
-        "y_smem": plgpu.SMEM((padded, BLOCK), jnp.float32),
-        "h_smem": plgpu.SMEM((padded, BLOCK), plan.residual) if residual else None,
-        "h_loaded": plgpu.Barrier() if residual else None,
-        "o_smem": plgpu.SMEM((padded, plan.columns), plan.out_dtype) if plan.swiglu or residual else None,
+        "w_smem": mosaic.tiled((slots, BLOCK, plan.step), SWIZZLE),
+        "x_smem": mosaic.tiled((slots, rows, plan.step), SWIZZLE),
+        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        "free": plgpu.Barrier(num_barriers=slots),
+        "square_smem": plgpu.SMEM((rows,), jnp.float32) if any(s.normed for s in plan.stages) else None,
+        "y_smem": plgpu.SMEM((rows, BLOCK), jnp.float32),
+        "h_smem": plgpu.SMEM((rows, BLOCK), BF16) if "residual" in ends else None,
+        "h_loaded": plgpu.Barrier() if "residual" in ends else None,
+        "o_smem": plgpu.SMEM((rows, GROUP), BF16) if "swiglu" in ends else None,
+        "head_smem": plgpu.SMEM((GROUP_ROWS, plan.heads.size), BF16) if plan.heads else None,
+        "gate_smem": plgpu.SMEM((GROUP_ROWS, plan.heads.size), jnp.float32) if plan.heads else None,
+        "head_loaded": plgpu.Barrier(num_arrivals=1 if plan.heads.start is None else 2) if plan.heads else None,
     }
 
 
-def _parts(parts: int, padded: int):
-    """The sums of the other programs of a cluster."""
-    swizzle = min(SWIZZLE, 4 * padded)
-    transforms = (plgpu.TilingTransform((8, swizzle // 4)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM((parts, BLOCK, padded), jnp.float32, transforms=transforms)
+def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) -> None:
+    """``refs``: the inputs by ``names``, weights [P, K] bf16, outputs."""
+    count = len(plan.stages)
+    named, others = dict(zip(names, refs)), refs[len(names) :]
+    weights, outs = others[:count], others[count:]
+    before, outs = ((), outs) if plan.heads is None else (outs[:1], outs[1:])
+    reads = (*(before or (named["x"],)), *outs)
+    program, programs = lax.axis_index("program"), plan.programs
+    loaded, free = smem["loaded"], smem["free"]
 
+    # The program's own blocks of each stage: own, own + programs, ... Its steps count through all stages.
+    own = [lax.rem(program + (programs - stage.first), programs) for stage in plan.stages]
+    shares = [lax.div(s.blocks + (programs - 1) - mine, programs) for s, mine in zip(plan.stages, own, strict=True)]
+    starts = [jnp.int32(0)]
+    for stage, share in zip(plan.stages, shares, strict=True):
+        starts.append(starts[-1] + share * stage.steps)
 
-def _kernel(*refs, plan: Plan, interpret: bool, **smem) -> None:
-    """``refs``: x [N, K], weights [P, K] bf16, scale [K] f32 and residual [N, M] if there are any, out [N, M]."""
-    *inputs, o_ref = refs
-    h_ref = inputs.pop() if plan.residual is not None else None
-    block, parts = lax.axis_index("block"), plan.tile.split
-    if parts == 1 or interpret:  # which stores into no other program's memory: one takes the parts in turn
-        ys = [_stream(inputs, h_ref, block, part, plan, smem, interpret) for part in range(parts)]
-        y = functools.reduce(jnp.add, ys)
-        return _finish(y, h_ref, o_ref, block, plan, smem)
+    def repeat(times: int, body) -> None:
+        lax.fori_loop(0, times, lambda i, carry: (body(i), carry)[1], ())
 
-    part = lax.axis_index("part")
-    y = _stream(inputs, h_ref, block, part, plan, smem, interpret)
+    def blocks(i: int, body) -> None:
+        """``body(block, number of its first step)`` for the own ones of a stage."""
+        stage = plan.stages[i]
 
-    @pl.when(part > 0)
+        def turn(t) -> None:
+            block = own[i] + t * programs
+            pl.when(block < stage.blocks)(lambda: body(block, starts[i] + t * stage.steps))
+
+        repeat(plan.rounds(stage), turn)
+
+    def counter(i: int):
+        """Of the blocks that have arrived: of the norm by heads, then of every stage."""
+        return named["arrivals"].at[named["launch"][0], i]
+
+    def ask_weights(i: int, block, start, k) -> None:
+        slot = lax.rem(start + k, plan.slots)
+        piece = weights[i].at[pl.ds(block * BLOCK, BLOCK), pl.ds(k * plan.step, plan.step)]
+        plgpu.copy_gmem_to_smem(piece, smem["w_smem"].at[slot], loaded.at[slot])
+
+    def ask_tokens(i: int, start, k) -> None:
+        slot = lax.rem(start + k, plan.slots)
+        piece = reads[i].at[:, pl.ds(k * plan.step, plan.step)]
+        plgpu.copy_gmem_to_smem(piece, smem["x_smem"].at[slot], loaded.at[slot])
+
+    def norm_heads() -> None:
+        def block(turn) -> None:
+            number = program + turn * programs
+
+            @pl.when(number < plan.head_blocks)
+            def _():
+                _norm_heads(number, plan, named["x"], named.get("gate"), before[0], smem)
+                if count:
+                    mosaic.arrive(counter(0))
+
+        if before:
+            repeat(-(-plan.head_blocks // programs), block)
+
+    def multiply(i: int, block, start, ask) -> None:
+        stage = plan.stages[i]
+        residuals = [j for j in range(i) if plan.stages[j].ends == "residual"]
+        h_ref = outs[residuals[-1]] if residuals else named.get("residual")
+
+        def ask_residual() -> None:
+            if h_ref is not None and stage.ends == "residual":
+                here = h_ref.at[:, pl.ds(block * BLOCK, BLOCK)]
+                plgpu.copy_gmem_to_smem(here, smem["h_smem"], smem["h_loaded"])
+
+        y = _sums(stage, plan, start, ask, ask_residual, None if interpret else free, smem)
+        _finish(y, block, stage, plan, outs[i], smem)
+        if i + 1 < count:
+            mosaic.arrive(counter(i + 1))
+
+    if interpret:  # one warpgroup in the place of three
+        norm_heads()
+        for i in range(count):
+
+            def all_of(block, start, i=i) -> None:
+                multiply(i, block, start, lambda k: (ask_weights(i, block, start, k), ask_tokens(i, start, k)))
+
+            blocks(i, all_of)
+        return
+
+    def when_free(start, k, ask) -> None:
+        number = start + k
+        pl.when(number >= plan.slots)(lambda: plgpu.barrier_wait(free.at[lax.rem(number, plan.slots)]))
+        ask()
+
+    role = lax.axis_index("role")
+
+    @pl.when(role == 0)
     def _():
-        place: dict[str, Any] = {"cluster_idx": 0, "cluster_dim": "part", "optimized": False}
-        plgpu.async_store_smem(y, smem["part_smem"].at[part - 1], smem["met"], **place)
+        for i in range(count):
+            blocks(i, lambda block, start, i=i: multiply(i, block, start, lambda k: None))
 
-    @pl.when(part == 0)
+    @pl.when(role == 1)
     def _():
-        plgpu.barrier_wait(smem["met"])
-        others = (mosaic.load(smem["part_smem"].at[i], plgpu.Layout.WGMMA) for i in range(parts - 1))
-        _finish(functools.reduce(jnp.add, others, y), h_ref, o_ref, block, plan, smem)
+        for i, stage in enumerate(plan.stages):
+
+            def stream(block, start, i=i, stage=stage) -> None:
+                repeat(stage.steps, lambda k: when_free(start, k, lambda: ask_weights(i, block, start, k)))
+
+            blocks(i, stream)
+
+    @pl.when(role == 2)
+    def _():
+        norm_heads()
+        for i, stage in enumerate(plan.stages):
+            needed = (plan.head_blocks, *(stage.blocks for stage in plan.stages))[i]
+            if needed:
+                pl.when(shares[i] > 0)(lambda i=i, needed=needed: mosaic.wait_for(counter(i), needed))
+
+            def stream(block, start, i=i, stage=stage) -> None:
+                repeat(stage.steps, lambda k: when_free(start, k, lambda: ask_tokens(i, start, k)))
+
+            blocks(i, stream)
 
 
-def _stream(inputs: list, h_ref, block, part, plan: Plan, smem: dict[str, Any], interpret: bool) -> jax.Array:
-    """The sums [64, N] f32 of a block over a part of the depth, normed. The first part asks for the residual."""
-    x_ref, w_ref, *scale_ref = inputs
-    steps, stages, depth = plan.steps, plan.tile.stages, plan.tile.depth
-    rows, tokens = pl.ds(block * BLOCK, BLOCK), pl.ds(0, plan.tokens)
+def _norm_heads(block, plan: Plan, x_ref, gate_ref, o_ref, smem: dict[str, Any]) -> None:
+    """A block of the norm by heads: 8 tokens of a head, or as many as there are."""
+    heads = plan.heads
+    if heads is None:
+        return
+    group, head = lax.div(block, heads.count), lax.rem(block, heads.count)
+    whole, rest = divmod(plan.tokens, GROUP_ROWS)
 
-    def place(step) -> tuple[Any, Any, Any]:
-        slot = lax.rem(step, stages)
-        return slot, pl.ds((part * steps + step) * depth, depth), smem["loaded"].at[slot]
+    def ask(tokens: int) -> None:
+        here = pl.ds(group * GROUP_ROWS, tokens)
+        copies = [(x_ref.at[here, pl.ds(head * heads.size, heads.size)], smem["head_smem"])]
+        if heads.start is not None:
+            copies.append((gate_ref.at[here, pl.ds(heads.start + head * heads.size, heads.size)], smem["gate_smem"]))
+        for source, landing in copies:
+            plgpu.copy_gmem_to_smem(source, landing.at[pl.ds(0, tokens)], smem["head_loaded"])
 
-    def ask_weights(step) -> None:
-        slot, columns, loaded = place(step)
-        plgpu.copy_gmem_to_smem(w_ref.at[rows, columns], smem["w_smem"].at[slot], loaded)
+    @pl.when(group * GROUP_ROWS < plan.tokens)  # there may be rows of padding alone
+    def _():
+        if whole:
+            pl.when(group < whole)(lambda: ask(GROUP_ROWS))
+        if rest:
+            pl.when(group == whole)(lambda: ask(rest))
+        plgpu.barrier_wait(smem["head_loaded"])
 
-    def ask_tokens(step) -> None:
-        slot, columns, loaded = place(step)
-        plgpu.copy_gmem_to_smem(x_ref.at[:, columns], smem["x_smem"].at[slot, tokens], loaded)
-        for ref in scale_ref:
-            plgpu.copy_gmem_to_smem(ref.at[columns], smem["scale_smem"].at[slot], loaded)
+    pieces = [pl.ds(start, PIECE) for start in range(0, heads.size, PIECE)]
+    xs = [mosaic.load(smem["head_smem"].at[:, piece], LINES).astype(jnp.float32) for piece in pieces]
+    squares = functools.reduce(jnp.add, (x * x for x in xs))
+    scale = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / heads.size) + plan.eps)
+    scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, squares.shape, (0,)), LINES)
+    for piece, x in zip(pieces, xs, strict=True):
+        x = x * scale
+        if heads.start is not None:
+            gate = mosaic.load(smem["gate_smem"].at[:, piece], LINES).astype(jnp.bfloat16).astype(jnp.float32)
+            x = x * jax.nn.silu(gate)
+        smem["head_smem"][:, piece] = x.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    here = pl.ds(group * GROUP_ROWS, GROUP_ROWS), pl.ds(head * heads.size, heads.size)
+    plgpu.copy_smem_to_gmem(smem["head_smem"], o_ref.at[here])
+    plgpu.wait_smem_to_gmem(0)
 
-    for step in range(stages):
-        ask_weights(step)
-    # What the launch before this one wrote is read from here on, and nothing is written before.
-    if plan.tile.overlap and not interpret:
-        plgpu.griddepcontrol_wait()  # pyrefly: ignore[missing-attribute]
-        plgpu.griddepcontrol_launch_dependents()  # pyrefly: ignore[missing-attribute]
-    for step in range(stages):
-        ask_tokens(step)
-    if h_ref is not None:
 
-        @pl.when((part == 0) & (block < plan.features // BLOCK))
-        def _():
-            own = pl.ds(block * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(h_ref.at[:, own], smem["h_smem"].at[tokens], smem["h_loaded"])
+def _sums(stage: Stage, plan: Plan, start, ask, begin, free, smem: dict[str, Any]) -> jax.Array:
+    """The sums [64, T] f32 of a block whose first step has the number ``start``, normed.
+
+    ``ask(k)`` comes before the wait for a step, ``begin()`` when x of the first one is there. ``free``: a barrier a slot,
+    for who is waiting to fill it again.
+    """
+    w_smem, x_smem = smem["w_smem"], smem["x_smem"]
+
+    def release(k) -> None:
+        if free is not None:
+            plgpu.barrier_arrive(free.at[lax.rem(start + k, plan.slots)])
 
     def multiply(acc):
-        def step(i, squares):
-            slot, _, loaded = place(i)
-            right = smem["moved_smem"].at[lax.rem(i, 2)] if plan.plain else smem["x_smem"].at[slot]
-            plgpu.barrier_wait(loaded)
-            if plan.prepares:
-                squares = _prepare(slot, right, squares, plan, smem)
-            plgpu.wgmma_wait(0)
-            if plan.prepares:
-                plgpu.commit_smem()
-            else:
-                mosaic.meet()
-            plgpu.wgmma(acc, smem["w_smem"].at[slot], right.T)
-
-            @pl.when((i > 0) & (i - 1 + stages < steps))  # all warps have met, so are done with the step before
-            def _():
-                ask_weights(i - 1 + stages)
-                ask_tokens(i - 1 + stages)
-
+        def step(k, squares):
+            ask(k)
+            slot = lax.rem(start + k, plan.slots)
+            plgpu.barrier_wait(smem["loaded"].at[slot])
+            pl.when(k == 0)(begin)
+            plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot].T)
+            if stage.normed:
+                for column in range(0, stage.step, PIECE):
+                    x = mosaic.load(x_smem.at[slot, :, pl.ds(column, PIECE)], LINES).astype(jnp.float32)
+                    squares = squares + x * x
+            plgpu.wgmma_wait(1)
+            pl.when(k > 0)(lambda: release(k - 1))
             return squares
 
         squares = ()
-        if plan.eps is not None:
-            squares = plgpu.layout_cast(jnp.zeros((plan.padded, PIECE), jnp.float32), LINES)
-        squares = lax.fori_loop(0, steps, step, squares)
+        if stage.normed:
+            squares = plgpu.layout_cast(jnp.zeros((plan.rows, PIECE), jnp.float32), LINES)
+        squares = lax.fori_loop(0, stage.steps, step, squares)
         return acc[...], squares
 
-    y, squares = pl.run_scoped(multiply, plgpu.ACC((BLOCK, plan.padded), jnp.float32))
-    if plan.eps is None:
+    y, squares = pl.run_scoped(multiply, plgpu.ACC((BLOCK, plan.rows), jnp.float32))
+    release(stage.steps - 1)
+    if not stage.normed:
         return y
     smem["square_smem"][...] = jnp.sum(squares, axis=1)
     mosaic.meet()
-    mean = mosaic.load(smem["square_smem"], plgpu.Layout.WGMMA.reduce(0)) * (1 / plan.depth)
+    mean = mosaic.load(smem["square_smem"], plgpu.Layout.WGMMA.reduce(0)) * (1 / stage.depth)
     return y * lax.broadcast_in_dim(lax.rsqrt(mean + plan.eps), y.shape, (1,))
 
 
-def _prepare(slot, right, squares, plan: Plan, smem: dict[str, Any]):
-    """Put x of a step, times the scale, into ``right`` in bf16; adds its squares to ``squares``."""
-    for start in range(0, plan.tile.depth, PIECE):
-        piece = pl.ds(start, PIECE)
-        x = mosaic.load(smem["x_smem"].at[slot, :, piece], LINES).astype(jnp.float32)
-        if plan.eps is not None:
-            scale = mosaic.load(smem["scale_smem"].at[slot, piece], LINES.reduce(0))
-            squares = squares + x * x
-            x = x * plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, (1,)), LINES)
-        right[:, piece] = x.astype(jnp.bfloat16)
-    return squares
-
-
-def _finish(y: jax.Array, h_ref, o_ref, block, plan: Plan, smem: dict[str, Any]) -> None:
-    """From the sums [64, N] of a block to its columns of the output."""
-    columns, (whole, rest) = plan.columns, divmod(plan.features, plan.columns)
-    y_smem, o_smem = smem["y_smem"], smem["o_smem"]
+def _finish(y: jax.Array, block, stage: Stage, plan: Plan, o_ref, smem: dict[str, Any]) -> None:
+    """From the sums [64, T] of a block to its columns of the output, which are there when this ends."""
+    columns, (whole, rest) = stage.columns, divmod(stage.width, stage.columns)
+    tokens = o_ref.shape[0]
+    y_smem = smem["y_smem"]
+    # The residual's place takes the sum of both, number by number.
+    o_smem = {"plain": None, "residual": smem["h_smem"], "swiglu": smem["o_smem"]}[stage.ends]
     y_smem.T[...] = plgpu.layout_cast(y, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
 
     @pl.when(block < whole)
     def _():
-        def lines(start: int) -> jax.Array:  # [N, columns]
-            layout = mosaic.pieces(2, columns, columns // 16)
-            return mosaic.load(y_smem.at[:, pl.ds(start, columns)], layout)
-
+        layout = mosaic.pieces(2, columns, columns // 16)
         if o_smem is not None:
             h = None
-            if h_ref is not None:
+            if stage.ends == "residual":
                 plgpu.barrier_wait(smem["h_loaded"])
-                h = mosaic.load(smem["h_smem"], LINES)
-            o_smem[...] = _epilogue(lines, h, plan)
+                h = mosaic.load(smem["h_smem"], layout)
+            o_smem[...] = _end(stage, lambda start: mosaic.load(y_smem.at[:, pl.ds(start, columns)], layout), h)
             plgpu.commit_smem()
         source = y_smem if o_smem is None else o_smem
-        plgpu.copy_smem_to_gmem(source.at[pl.ds(0, plan.tokens)], o_ref.at[:, pl.ds(block * columns, columns)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.copy_smem_to_gmem(source.at[pl.ds(0, tokens)], o_ref.at[:, pl.ds(block * columns, columns)])
+        plgpu.wait_smem_to_gmem(0)
 
     if not rest:
         return
 
     @pl.when(block == whole)  # a copy takes whole lines of shared memory
     def _():
-        layout, own = mosaic.spread(rest), pl.ds(whole * columns, rest)
+        layout, here = mosaic.spread(rest), pl.ds(whole * columns, rest)
 
         def token(t, carry):
-            h = None if h_ref is None else mosaic.load(h_ref.at[t, own], layout)
-            o_ref[t, own] = _epilogue(lambda start: mosaic.load(y_smem.at[t, pl.ds(start, rest)], layout), h, plan)
+            o_ref[t, here] = _end(stage, lambda start: mosaic.load(y_smem.at[t, pl.ds(start, rest)], layout), None)
             return carry
 
-        lax.fori_loop(0, plan.tokens, token, ())
+        lax.fori_loop(0, tokens, token, ())
+        mosaic.meet()
 
 
-def _epilogue(sums: Callable[[int], jax.Array], residual: jax.Array | None, plan: Plan) -> jax.Array:
-    """The output, of ``sums(start)`` from a column of the block on, and of the residual if there is one."""
-    if plan.swiglu:
+def _end(stage: Stage, sums, residual: jax.Array | None) -> jax.Array:
+    """The output, of ``sums(start)`` from a row of the block on, and of the residual if there is one."""
+    if stage.ends == "swiglu":
         y = jax.nn.silu(sums(0)) * sums(GROUP)
     else:
         y = sums(0) if residual is None else residual.astype(jnp.float32) + sums(0)
-    return y.astype(plan.out_dtype)
+    return y.astype(stage.dtype)

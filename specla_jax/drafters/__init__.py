@@ -51,8 +51,7 @@ def get_drafter(
     Args:
       spec: None or "none", "ngram", a drafter folder, or a (drafter, params) pair, which is returned as it is.
       draft: the size of the trees.
-      target: what the drafter drafts for; read only for a folder (``identity``, ``params``, ``dtype``; with ``packed``
-        its ``decode_weights``).
+      target: what the drafter drafts for; read only for a folder (``identity``, ``params``, ``dtype``).
       packed: a drafter that is read from a folder drafts over packed weights, their products by this implementation.
 
     Raises:
@@ -72,9 +71,6 @@ def get_drafter(
     config, weights = load_drafter(Path(spec), target)
     if target.dtype == "float32":  # widened once, not in every round
         weights = jax.tree.map(lambda x: x.astype("float32") if jnp.issubdtype(x.dtype, jnp.floating) else x, weights)
-    step, head = None, None
-    if packed is not None:
-        step = EagleStep(config=config, implementation=packed)
-        head = target.decode_weights.head if config.draft_vocab_size is None else None
+    step = None if packed is None else EagleStep(config=config, implementation=packed)
     drafter = EagleDrafter(draft=draft, config=config, dtype=target.dtype, step=step)
-    return drafter, drafter.bind(weights, target.params, head)
+    return drafter, drafter.bind(weights, target.params)

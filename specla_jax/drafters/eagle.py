@@ -19,7 +19,7 @@ from specla_jax.drafters.eagle_layer import (
     pair_input,
     pair_keys_values,
 )
-from specla_jax.drafters.eagle_step import EagleStep, eagle_weights, no_drafts
+from specla_jax.drafters.eagle_step import EagleStep, eagle_weights, no_drafts, no_arrivals
 from specla_jax.errors import UserError
 from specla_jax.tree import DraftTree, root_only, select_nodes
 
@@ -90,19 +90,14 @@ class EagleDrafter:
     def feature_layers(self) -> tuple[int, ...] | None:
         return self.config.feature_layers
 
-    def bind(
-        self, eagle_params: Params, target_params: dict[str, Any], packed_head: Float[Array, "P D"] | None = None
-    ) -> Params:
-        """The drafter's params with the embedding and, where needed, the head of its target, which are not copied.
-
-        With a ``step``, ``packed_head`` is the target's head as its own step reads it; None to pack it here.
-        """
+    def bind(self, eagle_params: Params, target_params: dict[str, Any]) -> Params:
+        """The drafter's params with the embedding and, where needed, the head of its target, which are not copied."""
         params: Params = {"eagle": eagle_params, "embedding": target_params["embeddings"]["embedding"]}
         params["temperature"] = jnp.float32(self.config.temperature)
         if self.config.draft_vocab_size is None and "lm_head" in target_params:
             params["head"] = target_params["lm_head"]["kernel"]
         if self.step is not None:
-            params["packed"] = eagle_weights(params, self.dtype, packed_head)
+            params["packed"] = eagle_weights(params, self.dtype)
         return params
 
     def init(self, params: Params, context: Context, features: Float[Array, "B T features"] | None) -> EagleCarry:
@@ -158,7 +153,11 @@ class EagleDrafter:
         else:  # as a draft below the text before it, whose slot in the ring is then out of the window
             drafts, ancestors = no_drafts(len(pair), config, self.dtype)
             ring, before = (ring_key, ring_value), accepted.context.length - 1
-            hidden, _, _ = self.step.layer(params["packed"], pair, feature, ring, drafts, ancestors, before, 1)
+            hidden, *_ = self.step.layer(
+                *(params["packed"], pair, feature, ring, drafts, ancestors, before, 1),
+                arrivals=(no_arrivals(1), 0),
+                children=False,
+            )
             hidden = hidden[:, 0]
         return EagleCarry(key=ring_key, value=ring_value, hidden=jnp.where(count > 0, hidden, carry.hidden))
 
@@ -167,7 +166,7 @@ class EagleDrafter:
         if depth == 0 or self.draft.nodes == 1:
             return root_only(context.root, self.draft.nodes), carry
         rows = context.length.shape[0]
-        tokens, log_prob = self._best_children(params, carry.hidden[:, None])  # [B, 1, branch]
+        tokens, log_prob = self._best_children(params, self._logits(params, carry.hidden[:, None]))  # [B, 1, branch]
         tokens, log_prob = tokens[:, 0], log_prob[:, 0]
         levels = [(context.root[:, None], jnp.zeros((rows, 1)), jnp.full((rows, 1), -1))]
         levels.append((tokens, log_prob, jnp.zeros_like(tokens)))
@@ -201,8 +200,10 @@ class EagleDrafter:
             value=jnp.zeros(heads, self.dtype),
         )
 
+        arrivals = None if self.step is None else no_arrivals(depth)
+
         def grow(frontier: _Frontier, level: Array | int) -> tuple[_Frontier, tuple[Array, Array, Array]]:
-            return self._grow(params, carry, length, frontier, level)
+            return self._grow(params, carry, length, frontier, level, arrivals)
 
         if depth <= _UNROLLED_LEVELS:
             levels = []
@@ -216,7 +217,7 @@ class EagleDrafter:
         return below[0], below[1], below[2]
 
     def _grow(
-        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array | int
+        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array | int, arrivals: Any
     ) -> tuple[_Frontier, tuple[Array, Array, Array]]:
         """Runs the frontier, ``level`` edges below the root, through the layer; returns its children too."""
         eagle, config, branch = params["eagle"], self.config, self.draft.branch
@@ -240,14 +241,17 @@ class EagleDrafter:
                 (draft_key, draft_value, path & near),
             ]
             hidden = eagle_layer(eagle, config, pair, frontier.feature, positions, segments)  # [B, branch, D]
+            logits = self._logits(params, hidden)
         else:
             ring, drafts = (carry.key, carry.value), (frontier.key, frontier.value)
             qkv = self.step.projections(params["packed"], pair)
-            hidden, draft_key, draft_value = self.step.layer(
-                params["packed"], qkv, frontier.feature, ring, drafts, frontier.ancestors, length, level
+            hidden, logits, draft_key, draft_value = self.step.layer(
+                *(params["packed"], qkv, frontier.feature, ring, drafts, frontier.ancestors, length, level),
+                arrivals=(arrivals, level),
+                children=True,
             )
 
-        tokens, step = self._best_children(params, hidden)  # [B, branch, branch]
+        tokens, step = self._best_children(params, logits)  # [B, branch, branch]
         tokens = tokens.reshape(rows, -1)
         log_prob = (frontier.log_prob[:, :, None] + step).reshape(rows, -1)
         parents = jnp.repeat(frontier.pool_index, branch, axis=1)  # [B, branch * branch]
@@ -268,18 +272,19 @@ class EagleDrafter:
     def _embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T Dt"]:
         return params["embedding"][tokens].astype(self.dtype)
 
-    def _best_children(
-        self, params: Params, hidden: Float[Array, "B T D"]
-    ) -> tuple[Int[Array, "B T branch"], Float[Array, "B T branch"]]:
-        """Tokens of the target's vocabulary and their log-probabilities, best first."""
+    def _logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits over the draft vocabulary."""
         eagle = params["eagle"]
         if self.step is not None:
-            logits = self.step.logits(params["packed"], hidden)
-        elif self.config.draft_vocab_size is not None:
-            logits = draft_logits(eagle, self.config, hidden, eagle["lm_head"]["kernel"])
-        else:
-            head = params["head"] if "head" in params else params["embedding"].T
-            logits = draft_logits(eagle, self.config, hidden, head)
+            return self.step.logits(params["packed"], hidden)
+        if self.config.draft_vocab_size is not None:
+            return draft_logits(eagle, self.config, hidden, eagle["lm_head"]["kernel"])
+        return draft_logits(eagle, self.config, hidden, params["head"] if "head" in params else params["embedding"].T)
+
+    def _best_children(
+        self, params: Params, logits: Float[Array, "B T V"]
+    ) -> tuple[Int[Array, "B T branch"], Float[Array, "B T branch"]]:
+        """Tokens of the target's vocabulary and their log-probabilities, best first."""
         # The softmax of the best alone: of all of them it would write an array as large as the logits. The barrier: XLA
         # joins the slice below with that of the best, and then, on a CPU, sorts the whole vocabulary.
         best, token = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.draft.branch))
@@ -287,7 +292,7 @@ class EagleDrafter:
         total = jnp.sum(jnp.exp((logits - above) / params["temperature"]), axis=-1, keepdims=True)
         best = (best - above) / params["temperature"] - jnp.log(total)
         if self.config.draft_vocab_size is not None:
-            token = eagle["draft_to_target"][token]
+            token = params["eagle"]["draft_to_target"][token]
         return token.astype(jnp.int32), best
 
 

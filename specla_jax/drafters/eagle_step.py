@@ -1,7 +1,7 @@
 """The drafter's layer over packed weights: the network of ``eagle_layer.py`` in fewer launches, for drafting alone.
 
-A level of a draft is projection, attention, output projection, gate and up, down, and the head: six products and ops of
-``kernels_pallas``, with the norms, SwiGLU and the residuals in them.
+A level of a draft is three launches of ``kernels_pallas``: the projections, attention, and all products behind it, with
+the norms, SwiGLU and the residuals in them.
 """
 
 from dataclasses import dataclass
@@ -13,38 +13,31 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import draft_attention, stream_matmul
 from kernels_pallas.implementations import Implementation
-from kernels_pallas.stream_matmul import pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul import COUNTERS, Product, pack, pack_gate_up, pack_rows
 from specla_jax.config import Dtype
 from specla_jax.drafters.eagle_layer import EagleConfig, Params, rotate
 
 
 class EagleWeights(NamedTuple):
-    """Matrices packed, a feature a row; norms in float32. P rows of packed weights."""
+    """Matrices packed, a feature a row, with the scales of the norms. P rows of packed weights."""
 
     qkv: Float[Array, "P both"]
     o_proj: Float[Array, "P heads"]
-    mlp_norm: Float[Array, " D"]
     gate_up: Float[Array, "P D"]
     down: Float[Array, "P I"]
-    norm: Float[Array, " D"]
     head: Float[Array, "P D"]
 
 
-def eagle_weights(params: Params, dtype: Dtype, head: Float[Array, "P D"] | None = None) -> EagleWeights:
-    """The parameters that ``EagleDrafter.bind`` gives, packed in ``dtype``, but for a ``head`` that is already."""
+def eagle_weights(params: Params, dtype: Dtype) -> EagleWeights:
+    """The parameters that ``EagleDrafter.bind`` gives, packed in ``dtype``."""
     eagle, attn, mlp = params["eagle"], params["eagle"]["attn"], params["eagle"]["mlp"]
-    if head is None and "lm_head" in eagle:
-        head = pack(eagle["lm_head"]["kernel"], dtype)
-    elif head is None:
-        head = pack(params["head"], dtype) if "head" in params else pack_rows(params["embedding"], dtype)
+    head, scale = eagle["lm_head"]["kernel"] if "lm_head" in eagle else params.get("head"), eagle["norm"]["scale"]
     return EagleWeights(
         qkv=pack(jnp.concatenate([attn[f"{name}_proj"]["kernel"] for name in "qkv"], axis=1), dtype),
         o_proj=pack(attn["o_proj"]["kernel"], dtype),
-        mlp_norm=eagle["mlp_norm"]["scale"].astype(jnp.float32),
-        gate_up=pack_gate_up(*jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1), dtype=dtype),
+        gate_up=pack_gate_up(*jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1), dtype, eagle["mlp_norm"]["scale"]),
         down=pack(mlp["down_proj"]["kernel"], dtype),
-        norm=eagle["norm"]["scale"].astype(jnp.float32),
-        head=head,
+        head=pack_rows(params["embedding"], dtype, scale) if head is None else pack(head, dtype, scale),
     )
 
 
@@ -58,7 +51,9 @@ class EagleStep:
     def projections(self, w: EagleWeights, pair: Float[Array, "B T both"]) -> Float[Array, "B T qkv"]:
         """The projections q | k | v of pairs, in float32 and not rotated."""
         c = self.config
-        return self._product(pair, w.qkv, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
+        features = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        (out,) = self._products(pair, [Product(w.qkv, "plain", False, features)])
+        return out
 
     def keys_values(
         self, qkv: Float[Array, "B T qkv"], positions: Int[Array, "B T"], dtype: Dtype
@@ -82,10 +77,14 @@ class EagleStep:
         ancestors: Bool[Array, "B T S"],
         length: Int[Array, " B"],
         level: Int[Array, ""] | int,
-    ) -> tuple[Float[Array, "B T D"], Array, Array]:
-        """Hidden states of the pairs of a level, before the final norm, and the draft keys and values with theirs.
+        arrivals: tuple[Any, Any],
+        children: bool,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T V"] | None, Array, Array]:
+        """Hidden states of the pairs of a level before the final norm, logits, and the draft keys and values with theirs.
 
-        See :func:`kernels_pallas.draft_attention` for the arguments; ``feature`` is the residual stream.
+        See :func:`kernels_pallas.draft_attention` for the arguments and :func:`kernels_pallas.stream_matmul` for
+        ``arrivals``; ``feature`` is the residual stream. Logits are float32, over the draft vocabulary; None without
+        ``children``.
         """
         c = self.config
         attention: Any = "reference" if self.implementation == "reference" else "triton"
@@ -95,36 +94,47 @@ class EagleStep:
             theta=c.rope_theta,
             implementation=attention,
         )
-        hidden = self._product(mixed, w.o_proj, c.hidden_size, residual=feature)
-        a = self._product(hidden, w.gate_up, c.intermediate_size, norm=w.mlp_norm, swiglu=True)
-        return self._product(a, w.down, c.hidden_size, residual=hidden), key, value
+        products = [
+            Product(w.o_proj, "residual", False, c.hidden_size),
+            Product(w.gate_up, "swiglu", True, c.intermediate_size),
+            Product(w.down, "residual", False, c.hidden_size),
+            *([self._head(w)] if children else []),
+        ]
+        _, _, hidden, *logits = self._products(mixed, products, residual=feature, arrivals=arrivals)
+        return hidden, logits[0] if children else None, key, value
 
     def logits(self, w: EagleWeights, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits over the draft vocabulary."""
-        return self._product(hidden, w.head, self.config.vocab_size, norm=w.norm)
+        (out,) = self._products(hidden, [self._head(w)])
+        return out
 
-    def _product(
-        self,
-        x: Array,
-        weights: Array,
-        features: int,
-        norm: Array | None = None,
-        residual: Array | None = None,
-        swiglu: bool = False,
-    ) -> Array:
-        def flat(x: Array) -> Array:
-            return x.reshape(-1, x.shape[-1])
+    def _head(self, w: EagleWeights) -> Product:
+        return Product(w.head, "plain", True, self.config.vocab_size)
 
-        out = stream_matmul(
-            flat(x),
-            weights,
-            norm=None if norm is None else (norm, self.config.norm_eps),
-            residual=None if residual is None else flat(residual),
-            swiglu=swiglu,
-            features=features,
+    def _products(
+        self, x: Array, products: list[Product], residual: Array | None = None, arrivals: tuple[Any, Any] | None = None
+    ) -> list[Array]:
+        """All outputs [B, T, .] of products of x [B, T, .], whose tokens are filled up to rows that a kernel takes."""
+        shape, tokens = x.shape[:-1], x.shape[0] * x.shape[1]
+
+        def fill_up(x: Array) -> Array:
+            return jnp.pad(x.reshape(tokens, -1), ((0, -tokens % 8), (0, 0)))
+
+        outs = stream_matmul(
+            fill_up(x),
+            products,
+            tokens=tokens,
+            residual=None if residual is None else fill_up(residual),
+            eps=self.config.norm_eps,
+            arrivals=arrivals,
             implementation=self.implementation,
         )
-        return out.reshape(*x.shape[:-1], features)
+        return [out[:tokens].reshape(*shape, -1) for out in outs]
+
+
+def no_arrivals(launches: int) -> Any:
+    """Counters for as many launches of a layer."""
+    return jax.new_ref(jnp.zeros((launches, COUNTERS), jnp.int32))
 
 
 def no_drafts(rows: int, config: EagleConfig, dtype: jax.typing.DTypeLike) -> tuple[tuple[Array, Array], Array]:

@@ -18,6 +18,7 @@ from kernels_pallas import (
     stream_matmul,
     tree_conv,
 )
+from kernels_pallas.stream_matmul import Product
 from kernels_pallas.unit_lower_inverse import unit_lower_inverse
 from tests.kernels.oracle import random_tree
 
@@ -40,6 +41,10 @@ def all_ops(nodes: int):
     level = min(nodes, 8)
     ring, drafts = spec(2, 64, 2, 64), spec(2, 3 * level, 2, 64)
     attend = functools.partial(draft_attention, num_heads=4, theta=1e4)
+
+    def multiply(x, weights, **options):
+        return stream_matmul(x, [Product(weights)], **options)
+
     attended = (spec(2, level, 8 * 64), ring, ring, drafts, drafts, spec(2, level, 3 * level, dtype="bool"), rows)
     return {
         "gdn_verify": (gdn_verify, (*tokens, state, parents, rows)),
@@ -47,7 +52,7 @@ def all_ops(nodes: int):
         "gdn_prefill": (gdn_prefill, (*tokens, state, rows)),
         "tree_conv": (front, (projected, window, weight, heads, heads, parents, rows)),
         "prefill_conv": (prefill_conv, (x, window, weight, rows)),
-        "stream_matmul": (stream_matmul, (spec(nodes, 64), spec(128, 64))),
+        "stream_matmul": (multiply, (spec(nodes, 64), spec(128, 64))),
         "draft_attention": (attend, (*attended, spec(dtype="int32"))),
     }
 
