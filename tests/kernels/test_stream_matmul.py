@@ -3,9 +3,13 @@
 import functools
 import itertools
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -426,18 +430,63 @@ def test_the_order_of_the_sums(tokens):
     np.testing.assert_array_equal(out, wanted[:tokens])
 
 
-@needs_jax_0_11
-@pytest.mark.parametrize("ends", ["plain", "residual", "swiglu"])
-def test_nothing_is_overwritten_while_it_is_read(ends, monkeypatch):
-    """By copies, as the interpreter sees it, which does not know the barrier behind the squares of a norm."""
-    from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+def as_on_a_card(detect_races: bool) -> None:
+    """Interprets all of a program, three warpgroups at a time. The counters are plain numbers, as there is one program.
 
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True))
-    inputs = make([Kind(768, 64 if ends == "swiglu" else 128, ends)], 8)
-    options = inputs.options | {"eps": 2 * EPS}  # as in no other test, so this is another program
-    tiles = {"programs": 1, "slots": 2, "interpret": True}
-    jax.block_until_ready(mosaic_gpu.stream_matmul(inputs.x, inputs.products, **options, **tiles))
-    assert not get_races().races_found
+    To be run in a process of its own, for what it changes, and where XLA has threads enough for three that wait.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+
+    kernel, deallocate = plgpu.kernel, shared_memory.Barrier.deallocate
+
+    def interpreting(*args, **options):
+        return kernel(*args, **options | {"interpret": plgpu.InterpretGPUParams(detect_races=detect_races)})
+
+    def arrive(counter) -> None:
+        counter[...] = counter[...] + 1
+
+    def wait_for(counter, count: int) -> None:
+        jax.lax.while_loop(lambda seen: seen < count, lambda _: counter[...], counter[...])
+
+    def forgiving(barrier) -> None:
+        """Nobody waits for the last slots to be free, which the interpreter takes for an error."""
+        if barrier.ref_count == 1:
+            barrier.last_observed_phase_by_thread.clear()
+        deallocate(barrier)
+
+    plgpu.kernel, mosaic.arrive, mosaic.wait_for = interpreting, arrive, wait_for
+    shared_memory.Barrier.deallocate = forgiving
+
+    def multiply(inputs: Inputs, slots: int, **options: Any) -> None:
+        outs = mosaic_gpu.stream_matmul(inputs.x, inputs.products, **inputs.options, **options, slots=slots)
+        check([np.asarray(out) for out in outs], inputs)
+
+    if detect_races:  # it does not see that a number was read before a barrier: not with a norm
+        for ends in ("plain", "residual", "swiglu"):
+            multiply(make([Kind(1024, 96 if ends == "swiglu" else 192, ends)], 8), 2, programs=2)
+            assert not gpu_callbacks.get_races().races_found, ends
+        return
+    layer, (before, with_heads) = CHAINS["layer"], WITH_HEADS["chain"]
+    for kinds, tokens, rows, slots in ((layer, 5, 8, 3), (CHAINS["last_normed"], 40, 40, 2), (with_heads, 13, 16, 4)):
+        inputs = make(kinds, tokens, rows, before if kinds == with_heads else None)
+        plan = make_plan(inputs.products, tokens, rows, EPS, 1, heads=inputs.options["heads"])
+        counters = jax.new_ref(jnp.zeros((3, COUNTERS), jnp.int32))
+        multiply(inputs, slots, programs=1, arrivals=(counters, 1))
+        wanted = np.zeros((3, COUNTERS), np.int32)
+        wanted[1, : len(kinds)] = plan.head_blocks, *(stage.blocks for stage in plan.stages[:-1])
+        np.testing.assert_array_equal(counters[...], wanted)
+
+
+@needs_jax_0_11
+@pytest.mark.parametrize("detect_races", [False, True])
+def test_three_warpgroups(detect_races):
+    """Chains in one launch against float64; nothing is overwritten while it is read, nor read before it is there."""
+    code = f"from tests.kernels.test_stream_matmul import as_on_a_card; as_on_a_card({detect_races})"
+    root, env = Path(__file__).parents[2], os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=env, capture_output=True, timeout=120, text=True
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
 
 
 def spec(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
