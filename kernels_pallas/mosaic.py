@@ -66,8 +66,10 @@ def multiprocessors() -> int:
 
 
 def arrive(counter) -> None:
-    """Add 1 to ``counter``, an int32 in global memory. All that the program has copied there, and waited for, is seen by
-    whoever reads the sum with ``wait_for``."""
+    """Add 1 to ``counter``, an int32 in global memory.
+
+    What the program has copied to global memory, and waited for, is seen by whoever ``wait_for`` lets pass.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def add(_, ref) -> None:
@@ -99,7 +101,7 @@ def wait_for(counter, count: int) -> None:
 
 
 def _by_one_thread(ref, numbers: list[int], asm: str) -> None:
-    """Inline PTX: $0 is a predicate that one thread of the warpgroup has, the one that asks for copies; $1 the address."""
+    """Inline PTX: $0 is true for one thread of the warpgroup, the one that asks for copies; $1 is the address."""
     from jax._src.lib.mlir import ir
     from jax._src.lib.mlir.dialects import llvm
     from jax.experimental.mosaic.gpu import utils

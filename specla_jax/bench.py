@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ from specla_jax.config import DraftConfig, SamplingConfig
 from specla_jax.decode import bundled_drafter, bundled_target
 from specla_jax.drafters import get_drafter
 from specla_jax.errors import UserError
-from specla_jax.generate import DEFAULT_DRAFT, GenerationResult, Job, Method, bucket, prepare
+from specla_jax.generate import DEFAULT_DRAFT, GenerationResult, Job, Method, bucket, compile_all, prepare
 from specla_jax.lossless import first_difference
 from specla_jax.suites import Prompt, PromptFormat, read_suite
 from specla_jax.target import Target
@@ -119,12 +119,26 @@ class Bench:
             methods=measured,
         )
 
-    def _decode(self, name: str, temperature: float, tasks: Sequence[Task]) -> tuple[GenerationResult, float]:
+    def compile(self, batches: Iterable[tuple[float, Sequence[Task]]]) -> None:
+        """All programs that the batches, each with its temperature, need; side by side."""
+        jobs = {}
+        for temperature, tasks in batches:
+            for name in self.methods:
+                key = self._program(name, temperature, tasks)
+                if key not in jobs:
+                    jobs[key] = self._job(name, temperature, tasks)
+        compile_all(jobs.values())
+
+    def _program(self, name: str, temperature: float, tasks: Sequence[Task]) -> tuple[Any, ...]:
+        return name, temperature == 0, max(task.prefill_length for task in tasks)
+
+    def _filled(self, tasks: Sequence[Task]) -> list[Task]:
+        return [*tasks, *[tasks[0]] * (self.batch_size - len(tasks))]
+
+    def _job(self, name: str, temperature: float, tasks: Sequence[Task]) -> Job:
         method, drafter, draft = self.methods[name]
-        rows = [*tasks, *[tasks[0]] * (self.batch_size - len(tasks))]
-        lengths = np.array([len(task.ids) for task in rows])
-        length = max(task.prefill_length for task in rows)
-        job = prepare(
+        rows = self._filled(tasks)
+        return prepare(
             self.model,
             [task.ids for task in rows],
             drafter=drafter,
@@ -134,11 +148,15 @@ class Bench:
             temperature=temperature,
             seed=[task.seed for task in rows],
             stop_token_ids=self.stop_ids,
-            prefill_length=length,
+            prefill_length=max(task.prefill_length for task in rows),
             report=self.report,
         )
+
+    def _decode(self, name: str, temperature: float, tasks: Sequence[Task]) -> tuple[GenerationResult, float]:
+        job, rows = self._job(name, temperature, tasks), self._filled(tasks)
+        lengths = np.array([len(task.ids) for task in rows])
         real = np.arange(len(rows)) < len(tasks)
-        program = (name, temperature == 0, length)
+        program = self._program(name, temperature, tasks)
         if program not in self.starts:  # compiles, and runs once more than is timed
             start = _limited(job, lengths + real)
             self.starts[program] = median([_timed(start).log.seconds for _ in range(_TIMED_STARTS + 1)][1:])
@@ -244,6 +262,13 @@ def _measure(
     parts: list[Row] = []
     finished: dict[float, list[Record]] = {}
     names = list(runner.methods)
+    runner.compile(
+        (temperature, batch)
+        for temperature in temperatures
+        for suite in tasks
+        for batch in batches(tasks[suite], runner.batch_size)
+        if (suite, temperature, batch_key(batch)) not in records.known
+    )
     for temperature in temperatures:
         for suite in tasks:
             done = []

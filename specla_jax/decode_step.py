@@ -1,9 +1,9 @@
 """The target's step of decoding over packed weights: what ``GatedDeltaNetLM.verify`` computes, in fewer launches.
 
 A few tokens times a large matrix takes the time of reading the matrix. So every matrix lies as its reader wants it, one
-array each, with the scale of the norm before it; and the products from a layer's o_proj to the next one's in_proj, or to
-the head, with the gated norm before them, are one launch (``kernels_pallas.stream_matmul``), which reads one matrix while another ends. Between such
-launches are only convolution and gates, and the delta rule.
+array each, with the scale of the norm before it. The products from a layer's o_proj to the next one's in_proj, or to
+the head, with the gated norm before them, are one launch (``kernels_pallas.stream_matmul``), which reads one matrix
+while another ends. Between such launches are only convolution and gates, and the delta rule.
 
 Letters as in ``model.py``; P rows of packed weights, T those of the tokens B N, filled up to a multiple of 8.
 """
@@ -23,7 +23,7 @@ from specla_jax.state import RecurrentState, TreeFactors
 
 
 class LayerWeights(NamedTuple):
-    """One layer: matrices packed, a feature a row, with the scales of the norms, and the small arrays of the parameters."""
+    """One layer: matrices packed, a feature a row, with the scales of the norms; and the small arrays."""
 
     in_proj: Float[Array, "P D"]
     conv: Float[Array, "W C"] | None
@@ -47,13 +47,14 @@ def decode_weights(params: Any, config: TargetConfig, dtype: Dtype) -> DecodeWei
 
     def layer(block: Any) -> LayerWeights:
         attn, mlp = block["attn"], block["mlp"]
+        gate, up = jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1)
         return LayerWeights(
             in_proj=pack(attn["in_proj"]["kernel"], dtype, block["attn_norm"]["scale"]),
             conv=attn["conv"]["kernel"] if config.use_short_conv else None,
             A_log=attn["A_log"],
             dt_bias=attn["dt_bias"],
             o_proj=pack(attn["o_proj"]["kernel"], dtype, jnp.tile(attn["o_norm"]["scale"], config.num_v_heads)),
-            gate_up=pack_gate_up(*jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1), dtype, block["mlp_norm"]["scale"]),
+            gate_up=pack_gate_up(gate, up, dtype, block["mlp_norm"]["scale"]),
             down=pack(mlp["down_proj"]["kernel"], dtype),
         )
 

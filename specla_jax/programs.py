@@ -1,6 +1,7 @@
 """Compiled programs, kept by what they were compiled for, so that compilations can be counted and timed."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -32,12 +33,13 @@ class Programs:
 
     Attributes:
       count: programs compiled so far.
-      seconds: time spent compiling them.
+      seconds: time spent compiling them, added up where several were compiled at the same time.
     """
 
     count: int = 0
     seconds: float = 0.0
     _known: dict[Hashable, Any] = field(default_factory=dict)
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def get(self, owner: Hashable, method: str, params: Any, carry: Any) -> Callable[..., Any]:
         """``owner.method(params, carry)`` compiled for arguments of this structure, shape and dtype; donates ``carry``.
@@ -49,8 +51,9 @@ class Programs:
         def compile() -> Any:
             start = time.perf_counter()
             program = jax.jit(getattr(owner, method), donate_argnums=1).lower(params, carry).compile()
-            self.seconds += time.perf_counter() - start
-            self.count += 1
+            with self._counting:
+                self.seconds += time.perf_counter() - start
+                self.count += 1
             return program
 
         return self.remember((owner, method), params, carry, compile)

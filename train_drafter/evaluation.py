@@ -14,7 +14,7 @@ from numpy import ndarray
 from specla_jax.config import DraftConfig
 from specla_jax.drafters.eagle import EagleDrafter
 from specla_jax.drafters.eagle_layer import EagleConfig, Params
-from specla_jax.generate import DEFAULT_DRAFT, GenerationResult, Method, bucket, generate
+from specla_jax.generate import DEFAULT_DRAFT, GenerationResult, Method, bucket, compile_all, generate, prepare
 from specla_jax.model import GatedDeltaNetLM
 from specla_jax.target import Target
 from train_drafter.documents import Documents
@@ -72,37 +72,44 @@ class Evaluation:
         ``predicted_accepted_length_chain_t0`` is what teacher forcing on the same texts says of the chain.
         """
         report: dict[str, Any] = {}
-        for method in DRAFTS:
-            for temperature in (0, 1):
-                result = self.decode(params, method, float(temperature))
-                rounds, name = sum(result.rounds), f"{method}_t{temperature}"
-                report[f"accepted_length_{name}"] = round(sum(map(len, result.tokens)) / rounds, 4)
-                report[f"accepted_by_depth_{name}"] = [
-                    round(sum(column) / rounds, 4) for column in zip(*result.accepted_at_depth)
-                ]
-                if name == "chain_t0":
-                    predicted = sum(map(len, result.tokens)) / self.predicted_rounds(params, result)
-                    report["predicted_accepted_length_chain_t0"] = round(predicted, 4)
+        kinds: list[tuple[Method, float]] = [(method, temperature) for method in DRAFTS for temperature in (0.0, 1.0)]
+        compile_all([prepare(**self._request(params, *kind)) for kind in kinds])
+        for method, temperature in kinds:
+            result = self.decode(params, method, temperature)
+            rounds, name = sum(result.rounds), f"{method}_t{temperature:g}"
+            report[f"accepted_length_{name}"] = round(sum(map(len, result.tokens)) / rounds, 4)
+            report[f"accepted_by_depth_{name}"] = [
+                round(sum(column) / rounds, 4) for column in zip(*result.accepted_at_depth)
+            ]
+            if name == "chain_t0":
+                predicted = sum(map(len, result.tokens)) / self.predicted_rounds(params, result)
+                report["predicted_accepted_length_chain_t0"] = round(predicted, 4)
         return report
 
     def decode(
         self, params: Params, method: Method, temperature: float, draft: DraftConfig | None = None
     ) -> GenerationResult:
         """The texts, by drafts of the size ``draft``; None for that of :data:`DRAFTS`."""
+        return generate(**self._request(params, method, temperature, draft))
+
+    def _request(
+        self, params: Params, method: Method, temperature: float, draft: DraftConfig | None = None
+    ) -> dict[str, Any]:
+        """The arguments of :func:`specla_jax.generate`."""
         drafter = EagleDrafter(draft=draft or DRAFTS[method], config=self.config, dtype=self.target.dtype)
         bound, config = drafter.bind(params, self.target.params), self.target.config
         if self.confidence is not None:
             bound["temperature"] = jnp.float32(self.confidence)
-        return generate(
-            self.target,
-            self.prompts,
-            drafter=(drafter, bound),
-            method=method,
-            max_new_tokens=self.new_tokens,
-            temperature=temperature,
-            seed=self.seed,
-            stop_token_ids=[token for token in config.eos_token_ids if token < config.vocab_size],
-        )
+        return {
+            "model": self.target,
+            "prompts": self.prompts,
+            "drafter": (drafter, bound),
+            "method": method,
+            "max_new_tokens": self.new_tokens,
+            "temperature": temperature,
+            "seed": self.seed,
+            "stop_token_ids": [token for token in config.eos_token_ids if token < config.vocab_size],
+        }
 
     def predicted_rounds(self, params: Params, result: GenerationResult) -> int:
         """Rounds that a chain at temperature 0 should take for these texts, by teacher forcing.

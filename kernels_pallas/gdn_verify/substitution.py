@@ -28,9 +28,7 @@ def substitute(given_smem, rows: int, m_smem, x_smem, interpret: bool) -> None:
     """
     for start in range(0, rows, ROWS):
         # Only as many warps work as there are columns: the others would repeat what these do.
-        pl.when(mosaic.holds(x_smem.shape[1], interpret))(
-            lambda start=start: _solve(given_smem, m_smem, x_smem, start)
-        )
+        pl.when(mosaic.holds(x_smem.shape[1], interpret))(lambda start=start: _solve(given_smem, m_smem, x_smem, start))
         if start + ROWS < rows:
             mosaic.meet()
             _reduce(given_smem, m_smem, x_smem, start, rows)

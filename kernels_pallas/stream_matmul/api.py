@@ -1,8 +1,8 @@
 """Products of a few tokens with large matrices, one after another, with what stands before and after each.
 
 A decoding step or the verification of a draft tree multiplies 1 to 64 tokens with every matrix of the model. The time
-is that of reading the matrices once. So the norm before a product, SwiGLU and the residual after it, are computed beside
-the stream, and a layer's products share a launch: while one of them ends, the weights of the next are on their way.
+is that of reading the matrices once. So the norm before a product, SwiGLU and the residual after it, are computed
+beside the stream, and a layer's products share a launch: while one ends, the weights of the next are on their way.
 
 Bytes moved: the weights once; x, the residual and the outputs are small beside them.
 """
@@ -49,8 +49,8 @@ def stream_matmul(
         residual: of the first product that has one.
         eps: of the norms.
         heads: a norm of x by heads, with a gate, before the first product.
-        arrivals: for the kernel, a reference of int32 zeros [n, 8] and a row of it that no other launch takes. None: the
-            launch makes its own, which takes a launch more.
+        arrivals: for the kernel, a reference of int32 zeros [n, 8] and a row of it that no other launch takes. None:
+            the launch makes its own, which takes a launch more.
         implementation: "mosaic_gpu" (bf16 on Hopper, at most 64 tokens; see there), "reference", or None for the first
             that can run.
 
@@ -76,11 +76,10 @@ def stream_matmul(
     for name, array in (("x", x), ("residual", residual), *((f"products[{i}]", p[0]) for i, p in enumerate(products))):
         if array is not None and array.dtype not in _DTYPES:
             raise ValueError(f"{name} must be bfloat16 or float32, got {array.dtype}")
-    options = {} if implementation == "reference" else {"mosaic_gpu": mosaic_gpu.why_not(rows, x, products, residual, heads)}
     run = choose(
         *("stream_matmul", implementation),
         {"mosaic_gpu": mosaic_gpu.stream_matmul, "reference": reference.stream_matmul},
-        options,
+        {"mosaic_gpu": mosaic_gpu.why_not(rows, x, products, residual, heads)},
     )
     if run is mosaic_gpu.stream_matmul:
         return mosaic_gpu.stream_matmul(x, products, residual, tokens, eps, heads, arrivals)

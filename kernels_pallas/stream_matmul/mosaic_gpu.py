@@ -1,22 +1,23 @@
 """Weight-streaming products in one Pallas Mosaic GPU launch, for Hopper.
 
-As many programs as the card has multiprocessors run all of the products, one after another. A program takes blocks of
-features: the rows of weights that tensor cores take as their left operand, with the tokens as the right one. What it
-reads of all products, in order, is one stream of steps through a ring in shared memory. Of its three warpgroups one asks
-for weights, as soon as a slot is free, one for x, and one multiplies. So the ring stays full: when the programs wait for
-each other between two products, the first weights of the next one are on their way already.
+As many programs as the card has multiprocessors run all of the products, one after another. Two neighbours take blocks
+of features, each half of the depth: rows of weights are what tensor cores take as their left operand, the tokens are
+the right one. What a program reads of all products, in order, is one stream of steps through a ring in shared memory.
+Of its three warpgroups one asks for weights, as soon as a slot is free, one for x, and one multiplies. So the ring
+stays full: when the programs wait for each other between two products, the first weights of the next are on their way.
 
 0. A norm of x by heads, if there is one: a block of it has 8 tokens of a head.
 1. Weights and x come by TMA, x of a product only when the product before it is complete.
 2. Norm: (x W^T) / rms(x), with the squares summed beside the products.
-3. The sums go through shared memory, which turns them: a token is a line of the output. SwiGLU has gate and up in one
+3. The second of two neighbours sends its sums into the shared memory of the first, which adds them.
+4. The sums go through shared memory, which turns them: a token is a line of the output. SwiGLU has gate and up in one
    block.
-4. A program that has written a block counts it as arrived; whoever needs the product waits for all of its blocks.
+5. A program that has written a block counts it as arrived; whoever needs the product waits for all of its blocks.
 
 Bytes: the weights once; x once a block, from L2 but for the first.
 
-Numerics: bf16 products, fp32 sums in the order of the depth. Neither depends on the number of tokens, nor on time: a
-token gets the same bits in every run and beside any others.
+Numerics: bf16 products, fp32 sums in the order of the depth, of either half. Neither depends on the number of tokens,
+nor on time: a token gets the same bits in every run and beside any others.
 
 Limits: see ``unsupported``. All programs must run at the same time, one a multiprocessor: this is no kernel for a card
 that other processes share with it (MPS), where it could wait forever.
@@ -39,7 +40,8 @@ from kernels_pallas.stream_matmul.reference import GROUP, Ends, HeadNorm, Produc
 
 SWIZZLE = 128  # bytes
 DEPTH = 256  # columns of weights of a step: fewer make more steps than a program can take at the memory's speed
-DEEP_ROWS = 32  # with more of x, half as many, which leaves room for more slots; no sum changes
+DEEP_ROWS = 16  # with more of x, half as many, which leaves room for more slots; no sum changes
+PARTS = 2  # of the depth: programs of a cluster, two because multiprocessors come in pairs
 PIECE = SWIZZLE // 2  # columns of x whose squares are summed at a time
 LINES = mosaic.pieces(2, PIECE, 4)  # a line over 16 lanes, whatever the number of tokens: sums in the same order
 ROOM = 227 * 1024  # bytes of shared memory of a program
@@ -66,8 +68,8 @@ def unsupported(
         return f"products must hold at most {COUNTERS - 1}, got {len(products)}"
     for i, product in enumerate(products):
         depth, width = product.weights.shape[1], product.width
-        if depth % DEPTH:
-            return f"products[{i}] must have a multiple of {DEPTH} columns, got {depth}"
+        if depth % (PARTS * DEPTH):
+            return f"products[{i}] must have a multiple of {PARTS * DEPTH} columns, got {depth}"
         if product.ends != "plain" and width % (GROUP if product.ends == "swiglu" else BLOCK):
             return f"products[{i}] must have a multiple of 64 features, of 32 for SwiGLU, got {width}"
         if width % 8:
@@ -75,9 +77,7 @@ def unsupported(
     return None
 
 
-def why_not(
-    rows: int, x: Any, products: Sequence[Product], residual: Any, heads: HeadNorm | None = None
-) -> str | None:
+def why_not(rows: int, x: Any, products: Sequence[Product], residual: Any, heads: HeadNorm | None = None) -> str | None:
     """Why this kernel cannot run these products here, or None if it can."""
     return mosaic.why_not() or unsupported(rows, x, products, residual, heads)
 
@@ -97,7 +97,7 @@ class Stage:
 
     Attributes:
         blocks: of 64 rows of weights, for the features that there are.
-        first: the program that takes the first one.
+        first: the pair of programs that takes the first one.
         step: columns of weights of a step.
     """
 
@@ -116,8 +116,8 @@ class Stage:
 
     @property
     def steps(self) -> int:
-        """Of a block."""
-        return self.depth // self.step
+        """Of a block, for either program."""
+        return self.depth // (PARTS * self.step)
 
     @property
     def dtype(self) -> Any:
@@ -126,13 +126,13 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a launch is made for: N tokens in T rows; ``slots`` of the ring."""
+    """What a launch is made for: N tokens in T rows; ``slots`` of the ring, ``pairs`` of programs."""
 
     stages: tuple[Stage, ...]
     tokens: int
     rows: int
-    eps: float | None
-    programs: int
+    eps: float
+    pairs: int
     slots: int
     heads: Heads | None
 
@@ -147,27 +147,32 @@ class Plan:
         return 0 if self.heads is None else self.heads.count * (self.rows // GROUP_ROWS)
 
     def rounds(self, stage: Stage) -> int:
-        """Blocks of a program at most."""
-        return -(-stage.blocks // self.programs)
+        """Blocks of a pair at most."""
+        return -(-stage.blocks // self.pairs)
+
+    @property
+    def normed(self) -> bool:
+        return any(stage.normed for stage in self.stages)
 
 
 def make_plan(
     products: Sequence[Product],
     tokens: int,
     rows: int,
-    eps: float | None,
+    eps: float,
     programs: int,
     slots: int | None = None,
     heads: HeadNorm | None = None,
 ) -> Plan:
-    """The blocks of each product, dealt out to the programs in turn; ``slots`` None: as many as fit."""
+    """The blocks of each product, dealt out to the pairs in turn; ``slots`` None: as many as fit."""
     stages: list[Stage] = []
+    pairs = max(1, programs // PARTS)
     step = DEPTH if rows <= DEEP_ROWS else DEPTH // 2
     normed, dealt = None, 0
     if heads is not None:
         start = None if heads.gate is None else heads.start
         normed = Heads(size=heads.size, count=products[0].weights.shape[1] // heads.size, start=start)
-        dealt = normed.count * (rows // GROUP_ROWS)
+        dealt = -(-normed.count * (rows // GROUP_ROWS) // PARTS)
     for product in products:
         blocks = -(-product.width // (GROUP if product.ends == "swiglu" else BLOCK))
         stage = Stage(
@@ -176,19 +181,17 @@ def make_plan(
             ends=product.ends,
             normed=product.normed,
             blocks=blocks,
-            first=dealt % programs,
+            first=dealt % pairs,
             step=step,
         )
         stages.append(stage)
         dealt += blocks
     slot, sums = 2 * step * (BLOCK + rows), rows * BLOCK * 4
-    beside = 2 * sums + (GROUP_ROWS * normed.size * 6 if normed else 0)  # the outputs take no more than the sums
+    beside = 4 * sums + (GROUP_ROWS * normed.size * 6 if normed else 0)  # the outputs take no more than the sums
     fit = (ROOM - COMPILER - beside) // slot
-    steps = sum(stage.steps * -(-stage.blocks // programs) for stage in stages)
+    steps = sum(stage.steps * -(-stage.blocks // pairs) for stage in stages)
     slots = min(slots or fit, fit, steps)
-    return Plan(
-        stages=tuple(stages), tokens=tokens, rows=rows, eps=eps, programs=programs, slots=slots, heads=normed
-    )
+    return Plan(stages=tuple(stages), tokens=tokens, rows=rows, eps=eps, pairs=pairs, slots=slots, heads=normed)
 
 
 def stream_matmul(
@@ -208,7 +211,7 @@ def stream_matmul(
     if reason := unsupported(rows, x, products, residual, heads):
         raise ValueError(f"stream_matmul cannot run as a Mosaic GPU kernel: {reason}")
     programs = programs or mosaic.multiprocessors()
-    eps = None if eps is None else float(eps)
+    eps = 0.0 if eps is None else float(eps)  # None is for products without a norm
     if interpret:  # which runs one program after another, none of which could wait for the others
         return _one_by_one(x, products, residual, tokens, eps, heads, programs, slots)
     plan = make_plan(products, tokens, rows, eps, programs, slots, heads)
@@ -256,30 +259,35 @@ def _launch(
     )
     if plan.heads is not None:
         outs = (jax.ShapeDtypeStruct((plan.rows, plan.heads.count * plan.heads.size), BF16), *outs)
-    roles: dict[str, Any] = {} if interpret else {"num_threads": 3, "thread_name": "role"}
+    roles: dict[str, Any] = {"num_threads": 3, "thread_name": "role", "cluster": (PARTS,), "cluster_names": ("part",)}
     return plgpu.kernel(
         functools.partial(_kernel, plan=plan, names=tuple(inputs), interpret=interpret),
         out_type=outs,
-        scratch_types=_scratch(plan),
-        grid=(plan.programs,),
-        grid_names=("program",),
+        scratch_types=_scratch(plan, interpret),
+        grid=(plan.pairs,),
+        grid_names=("pair",),
         compiler_params=mosaic.params(),
         kernel_name="stream_matmul",
         interpret=plgpu.InterpretGPUParams() if interpret else None,  # pyrefly: ignore[missing-attribute]
-        **roles,
+        **({} if interpret else roles),
     )(*inputs.values(), *weights)
 
 
-def _scratch(plan: Plan) -> dict[str, Any]:
+def _scratch(plan: Plan, interpret: bool) -> dict[str, Any]:
     """Shared memory of a program."""
     slots, rows = plan.slots, plan.rows
+    tile = next(size for size in (32, 16, 8) if rows % size == 0)  # numbers of a swizzle
+    transforms = (plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(4 * tile))
     ends = {stage.ends for stage in plan.stages}
     return {
         "w_smem": mosaic.tiled((slots, BLOCK, plan.step), SWIZZLE),
         "x_smem": mosaic.tiled((slots, rows, plan.step), SWIZZLE),
         "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         "free": plgpu.Barrier(num_barriers=slots),
-        "square_smem": plgpu.SMEM((rows,), jnp.float32) if any(s.normed for s in plan.stages) else None,
+        "part_smem": plgpu.SMEM((1 + plan.normed, BLOCK, rows), jnp.float32, transforms=transforms),
+        "part_loaded": plgpu.Barrier(num_barriers=2),
+        "part_taken": None if interpret else plgpu.ClusterBarrier(collective_axes=("part",)),
+        "square_smem": plgpu.SMEM((rows,), jnp.float32) if plan.normed else None,
         "y_smem": plgpu.SMEM((rows, BLOCK), jnp.float32),
         "h_smem": plgpu.SMEM((rows, BLOCK), BF16) if "residual" in ends else None,
         "h_loaded": plgpu.Barrier() if "residual" in ends else None,
@@ -297,12 +305,12 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
     weights, outs = others[:count], others[count:]
     before, outs = ((), outs) if plan.heads is None else (outs[:1], outs[1:])
     reads = (*(before or (named["x"],)), *outs)
-    program, programs = lax.axis_index("program"), plan.programs
+    pair, pairs = lax.axis_index("pair"), plan.pairs
     loaded, free = smem["loaded"], smem["free"]
 
-    # The program's own blocks of each stage: own, own + programs, ... Its steps count through all stages.
-    own = [lax.rem(program + (programs - stage.first), programs) for stage in plan.stages]
-    shares = [lax.div(s.blocks + (programs - 1) - mine, programs) for s, mine in zip(plan.stages, own, strict=True)]
+    # The pair's own blocks of each stage: own, own + pairs, ... Its steps count through all stages.
+    own = [lax.rem(pair + (pairs - stage.first), pairs) for stage in plan.stages]
+    shares = [lax.div(s.blocks + (pairs - 1) - mine, pairs) for s, mine in zip(plan.stages, own, strict=True)]
     starts = [jnp.int32(0)]
     for stage, share in zip(plan.stages, shares, strict=True):
         starts.append(starts[-1] + share * stage.steps)
@@ -315,7 +323,7 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
         stage = plan.stages[i]
 
         def turn(t) -> None:
-            block = own[i] + t * programs
+            block = own[i] + t * pairs
             pl.when(block < stage.blocks)(lambda: body(block, starts[i] + t * stage.steps))
 
         repeat(plan.rounds(stage), turn)
@@ -324,19 +332,22 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
         """Of the blocks that have arrived: of the norm by heads, then of every stage."""
         return named["arrivals"].at[named["launch"][0], i]
 
-    def ask_weights(i: int, block, start, k) -> None:
-        slot = lax.rem(start + k, plan.slots)
-        piece = weights[i].at[pl.ds(block * BLOCK, BLOCK), pl.ds(k * plan.step, plan.step)]
+    def place(i: int, part, start, k) -> tuple[Any, Any]:
+        """The slot of a step and its columns of the depth."""
+        return lax.rem(start + k, plan.slots), pl.ds((part * plan.stages[i].steps + k) * plan.step, plan.step)
+
+    def ask_weights(i: int, block, part, start, k) -> None:
+        slot, columns = place(i, part, start, k)
+        piece = weights[i].at[pl.ds(block * BLOCK, BLOCK), columns]
         plgpu.copy_gmem_to_smem(piece, smem["w_smem"].at[slot], loaded.at[slot])
 
-    def ask_tokens(i: int, start, k) -> None:
-        slot = lax.rem(start + k, plan.slots)
-        piece = reads[i].at[:, pl.ds(k * plan.step, plan.step)]
-        plgpu.copy_gmem_to_smem(piece, smem["x_smem"].at[slot], loaded.at[slot])
+    def ask_tokens(i: int, part, start, k) -> None:
+        slot, columns = place(i, part, start, k)
+        plgpu.copy_gmem_to_smem(reads[i].at[:, columns], smem["x_smem"].at[slot], loaded.at[slot])
 
-    def norm_heads() -> None:
+    def norm_heads(part) -> None:
         def block(turn) -> None:
-            number = program + turn * programs
+            number = PARTS * (pair + turn * pairs) + part
 
             @pl.when(number < plan.head_blocks)
             def _():
@@ -345,32 +356,68 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
                     mosaic.arrive(counter(0))
 
         if before:
-            repeat(-(-plan.head_blocks // programs), block)
+            repeat(-(-plan.head_blocks // (PARTS * pairs)), block)
 
-    def multiply(i: int, block, start, ask) -> None:
-        stage = plan.stages[i]
-        residuals = [j for j in range(i) if plan.stages[j].ends == "residual"]
-        h_ref = outs[residuals[-1]] if residuals else named.get("residual")
-
-        def ask_residual() -> None:
-            if h_ref is not None and stage.ends == "residual":
-                here = h_ref.at[:, pl.ds(block * BLOCK, BLOCK)]
-                plgpu.copy_gmem_to_smem(here, smem["h_smem"], smem["h_loaded"])
-
-        y = _sums(stage, plan, start, ask, ask_residual, None if interpret else free, smem)
-        _finish(y, block, stage, plan, outs[i], smem)
+    def finish(i: int, block, y, squares) -> None:
+        _finish(_normed(y, squares, plan.stages[i], plan), block, plan.stages[i], plan, outs[i], smem)
         if i + 1 < count:
             mosaic.arrive(counter(i + 1))
 
-    if interpret:  # one warpgroup in the place of three
-        norm_heads()
-        for i in range(count):
+    def ask_residual(i: int, block) -> None:
+        earlier = [j for j in range(i) if plan.stages[j].ends == "residual"]
+        h_ref = outs[earlier[-1]] if earlier else named.get("residual")
+        if h_ref is not None and plan.stages[i].ends == "residual":
+            here = h_ref.at[:, pl.ds(block * BLOCK, BLOCK)]
+            plgpu.copy_gmem_to_smem(here, smem["h_smem"], smem["h_loaded"])
 
-            def all_of(block, start, i=i) -> None:
-                multiply(i, block, start, lambda k: (ask_weights(i, block, start, k), ask_tokens(i, start, k)))
+    if interpret:  # one warpgroup in the place of six
+        for part in range(PARTS):
+            norm_heads(part)
+        for i, stage in enumerate(plan.stages):
+
+            def all_of(block, start, i=i, stage=stage) -> None:
+                ask_residual(i, block)
+                sums = []
+                for part in range(PARTS):
+
+                    def ask(k, part=part) -> None:
+                        ask_weights(i, block, part, start, k)
+                        ask_tokens(i, part, start, k)
+
+                    sums.append(_sums(stage, plan, start, ask, None, smem))
+                finish(i, block, *_add(*sums))
 
             blocks(i, all_of)
         return
+
+    part = lax.axis_index("part")
+
+    def received(n: int) -> jax.Array:
+        plgpu.barrier_wait(smem["part_loaded"].at[n])
+        return mosaic.load(smem["part_smem"].at[n], plgpu.Layout.WGMMA)
+
+    def multiply(i: int, block, start) -> None:
+        def begin(k) -> None:  # x of the first step is there, and so is what was made before it
+            pl.when((k == 0) & (part == 0))(lambda: ask_residual(i, block))
+
+        y, squares = _sums(plan.stages[i], plan, start, None, (begin, free), smem)
+
+        @pl.when(part > 0)
+        def _():
+            pl.when(start > 0)(lambda: plgpu.barrier_wait(smem["part_taken"]))
+            for n, numbers in enumerate((y, squares)):
+                if numbers is not None:
+                    to: dict[str, Any] = {"cluster_idx": 0, "cluster_dim": "part", "optimized": False}
+                    plgpu.async_store_smem(numbers, smem["part_smem"].at[n], smem["part_loaded"].at[n], **to)
+            plgpu.barrier_arrive(smem["part_taken"])
+
+        @pl.when(part == 0)
+        def _():
+            other, other_squares = received(0), None if squares is None else received(1)
+            mosaic.meet()
+            plgpu.barrier_arrive(smem["part_taken"])
+            finish(i, block, *_add((y, squares), (other, other_squares)))
+            plgpu.barrier_wait(smem["part_taken"])
 
     def when_free(start, k, ask) -> None:
         number = start + k
@@ -382,27 +429,29 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
     @pl.when(role == 0)
     def _():
         for i in range(count):
-            blocks(i, lambda block, start, i=i: multiply(i, block, start, lambda k: None))
+            blocks(i, lambda block, start, i=i: multiply(i, block, start))
+        # The first program still arrives in the shared memory of the second, which must stay until then.
+        pl.when((part > 0) & (starts[-1] > 0))(lambda: plgpu.barrier_wait(smem["part_taken"]))
 
     @pl.when(role == 1)
     def _():
         for i, stage in enumerate(plan.stages):
 
             def stream(block, start, i=i, stage=stage) -> None:
-                repeat(stage.steps, lambda k: when_free(start, k, lambda: ask_weights(i, block, start, k)))
+                repeat(stage.steps, lambda k: when_free(start, k, lambda: ask_weights(i, block, part, start, k)))
 
             blocks(i, stream)
 
     @pl.when(role == 2)
     def _():
-        norm_heads()
+        norm_heads(part)
         for i, stage in enumerate(plan.stages):
             needed = (plan.head_blocks, *(stage.blocks for stage in plan.stages))[i]
             if needed:
                 pl.when(shares[i] > 0)(lambda i=i, needed=needed: mosaic.wait_for(counter(i), needed))
 
             def stream(block, start, i=i, stage=stage) -> None:
-                repeat(stage.steps, lambda k: when_free(start, k, lambda: ask_tokens(i, start, k)))
+                repeat(stage.steps, lambda k: when_free(start, k, lambda: ask_tokens(i, part, start, k)))
 
             blocks(i, stream)
 
@@ -448,13 +497,17 @@ def _norm_heads(block, plan: Plan, x_ref, gate_ref, o_ref, smem: dict[str, Any])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _sums(stage: Stage, plan: Plan, start, ask, begin, free, smem: dict[str, Any]) -> jax.Array:
-    """The sums [64, T] f32 of a block whose first step has the number ``start``, normed.
+Sums = tuple[jax.Array, jax.Array | None]
 
-    ``ask(k)`` comes before the wait for a step, ``begin()`` when x of the first one is there. ``free``: a barrier a slot,
-    for who is waiting to fill it again.
+
+def _sums(stage: Stage, plan: Plan, start, ask, watch, smem: dict[str, Any]) -> Sums:
+    """The sums [64, T] f32 over half the depth of a block, and of the squares of x, the same in all rows, if normed.
+
+    ``start``: number of its first step. Either ``ask(k)`` asks for a step before the wait for it, or others do, and
+    ``watch`` is a function ``begin(k)`` to call after the wait, and a barrier a slot for who waits to fill it again.
     """
     w_smem, x_smem = smem["w_smem"], smem["x_smem"]
+    begin, free = watch or (None, None)
 
     def release(k) -> None:
         if free is not None:
@@ -462,10 +515,12 @@ def _sums(stage: Stage, plan: Plan, start, ask, begin, free, smem: dict[str, Any
 
     def multiply(acc):
         def step(k, squares):
-            ask(k)
+            if ask is not None:
+                ask(k)
             slot = lax.rem(start + k, plan.slots)
             plgpu.barrier_wait(smem["loaded"].at[slot])
-            pl.when(k == 0)(begin)
+            if begin is not None:
+                begin(k)
             plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot].T)
             if stage.normed:
                 for column in range(0, stage.step, PIECE):
@@ -484,11 +539,21 @@ def _sums(stage: Stage, plan: Plan, start, ask, begin, free, smem: dict[str, Any
     y, squares = pl.run_scoped(multiply, plgpu.ACC((BLOCK, plan.rows), jnp.float32))
     release(stage.steps - 1)
     if not stage.normed:
-        return y
+        return y, None
     smem["square_smem"][...] = jnp.sum(squares, axis=1)
     mosaic.meet()
-    mean = mosaic.load(smem["square_smem"], plgpu.Layout.WGMMA.reduce(0)) * (1 / stage.depth)
-    return y * lax.broadcast_in_dim(lax.rsqrt(mean + plan.eps), y.shape, (1,))
+    squares = mosaic.load(smem["square_smem"], plgpu.Layout.WGMMA.reduce(0))
+    mosaic.meet()  # before the next block's
+    return y, lax.broadcast_in_dim(squares, y.shape, (1,))
+
+
+def _add(one: Sums, other: Sums) -> Sums:
+    squares = None if one[1] is None or other[1] is None else one[1] + other[1]
+    return one[0] + other[0], squares
+
+
+def _normed(y: jax.Array, squares: jax.Array | None, stage: Stage, plan: Plan) -> jax.Array:
+    return y if squares is None else y * lax.rsqrt(squares * (1 / stage.depth) + plan.eps)
 
 
 def _finish(y: jax.Array, block, stage: Stage, plan: Plan, o_ref, smem: dict[str, Any]) -> None:

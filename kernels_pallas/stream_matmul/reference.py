@@ -1,8 +1,8 @@
 """Products of a few tokens with matrices in plain jnp, and how a matrix is packed: the truth for the kernel.
 
 Packed weights have a feature a row, so that a block of 64 rows is what tensor cores take as their left operand, and the
-tokens are the right one. Rows are filled up to whole blocks with zeros. The scale of a norm before the product goes into
-the weights, which are rounded once, with it.
+tokens are the right one. Rows are filled up to whole blocks with zeros. The scale of a norm before the product goes
+into the weights, which are rounded once, with it.
 
 Numerics: operands are rounded to the dtype of the weights, products summed in fp32; fp32 weights at full precision.
 """

@@ -19,7 +19,7 @@ from specla_jax.drafters.eagle_layer import (
     pair_input,
     pair_keys_values,
 )
-from specla_jax.drafters.eagle_step import EagleStep, eagle_weights, no_drafts, no_arrivals
+from specla_jax.drafters.eagle_step import EagleStep, eagle_weights, no_arrivals, no_drafts
 from specla_jax.errors import UserError
 from specla_jax.tree import DraftTree, root_only, select_nodes
 

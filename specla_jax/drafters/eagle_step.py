@@ -31,11 +31,12 @@ class EagleWeights(NamedTuple):
 def eagle_weights(params: Params, dtype: Dtype) -> EagleWeights:
     """The parameters that ``EagleDrafter.bind`` gives, packed in ``dtype``."""
     eagle, attn, mlp = params["eagle"], params["eagle"]["attn"], params["eagle"]["mlp"]
+    gate, up = jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1)
     head, scale = eagle["lm_head"]["kernel"] if "lm_head" in eagle else params.get("head"), eagle["norm"]["scale"]
     return EagleWeights(
         qkv=pack(jnp.concatenate([attn[f"{name}_proj"]["kernel"] for name in "qkv"], axis=1), dtype),
         o_proj=pack(attn["o_proj"]["kernel"], dtype),
-        gate_up=pack_gate_up(*jnp.split(mlp["gate_up_proj"]["kernel"], 2, axis=1), dtype, eagle["mlp_norm"]["scale"]),
+        gate_up=pack_gate_up(gate, up, dtype, eagle["mlp_norm"]["scale"]),
         down=pack(mlp["down_proj"]["kernel"], dtype),
         head=pack_rows(params["embedding"], dtype, scale) if head is None else pack(head, dtype, scale),
     )
@@ -79,8 +80,8 @@ class EagleStep:
         level: Int[Array, ""] | int,
         arrivals: tuple[Any, Any],
         children: bool,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T V"] | None, Array, Array]:
-        """Hidden states of the pairs of a level before the final norm, logits, and the draft keys and values with theirs.
+    ) -> tuple[Float[Array, "B T D"], Any, Array, Array]:
+        """Hidden states of the pairs of a level before the final norm, logits, and draft keys and values with theirs.
 
         See :func:`kernels_pallas.draft_attention` for the arguments and :func:`kernels_pallas.stream_matmul` for
         ``arrivals``; ``feature`` is the residual stream. Logits are float32, over the draft vocabulary; None without
