@@ -20,6 +20,7 @@ from specla_jax.cli import main
 from specla_jax.config import DraftConfig
 from specla_jax.drafters import EagleConfig, ScriptedDrafter, init_eagle, save_drafter, script_chain
 from specla_jax.errors import UserError
+from specla_jax.programs import Programs
 from specla_jax.suites import Prompt, PromptFormat, read_suite
 
 CATEGORIES = ["writing", "coding", "qa", "qa", "translation", "translation"]
@@ -242,6 +243,18 @@ def test_rows_that_fill_a_batch_change_nothing(base: Reference) -> None:
     assert together.numbers == [0, 1]
 
 
+def test_all_programs_are_compiled_before_the_first_batch(base: Reference) -> None:
+    """One for each method, and for greedy and sampled texts."""
+    model = replace(base.model, programs=Programs())
+    bench = replace(runner(base, **NGRAM_TREE), model=model)
+    given = [(temperature, [task]) for temperature in (0.0, 1.0, 0.5) for task in tasks(base)]
+    bench.compile(given)
+    assert model.programs.count == 4
+    for temperature, batch in given:
+        bench.run("s", temperature, batch)
+    assert model.programs.count == 4
+
+
 def test_batches_share_a_program() -> None:
     made = [Task(Prompt(i, "g", "?"), [1], i, length) for i, length in enumerate([64, 128, 64, 64, 128])]
     numbers = [[task.prompt.number for task in batch] for batch in batches(made, 2)]
@@ -271,6 +284,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
         return replace(made, suite=suite, temperature=temperature, key=specla_jax.bench.batch_key(batch))
 
     monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(Bench, "compile", lambda self, batches: None)
     monkeypatch.setattr(specla_jax.bench, "plot", lambda parts, path, title: path.touch())
     return asked
 
