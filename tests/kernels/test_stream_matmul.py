@@ -68,25 +68,30 @@ LARGE = {
     "features": (Kind(6144, 2048),),
     "layer": LAYER,
 }
-# Blocks for less than one, one, and several rounds of three programs; one to three steps; last blocks of 8 features.
+# Blocks for less than one, one, and several rounds of three pairs; one to three steps; last blocks of 8 features.
 SMALL = {
-    "idle": (Kind(512, 64),),
-    "plain": (Kind(512, 136),),
-    "normed": (Kind(256, 264, normed=True),),
-    "residual": (Kind(512, 256, "residual"),),
-    "residual_normed": (Kind(256, 128, "residual", True),),
-    "swiglu": (Kind(768, 64, "swiglu"),),
-    "swiglu_normed": (Kind(512, 160, "swiglu", True),),
+    "idle": (Kind(1024, 64),),
+    "plain": (Kind(1024, 136),),
+    "normed": (Kind(512, 264, normed=True),),
+    "residual": (Kind(1024, 256, "residual"),),
+    "residual_normed": (Kind(512, 128, "residual", True),),
+    "swiglu": (Kind(1536, 64, "swiglu"),),
+    "swiglu_normed": (Kind(1024, 160, "swiglu", True),),
 }
 CHAINS = {
-    "layer": (Kind(512, 256, "residual"), Kind(256, 256, "swiglu", True), Kind(256, 256, "residual"), Kind(256, 264)),
-    "last_normed": (Kind(256, 256, "swiglu"), Kind(256, 512, "residual"), Kind(512, 136, normed=True)),
+    "layer": (
+        Kind(1024, 512, "residual"),
+        Kind(512, 512, "swiglu", True),
+        Kind(512, 512, "residual"),
+        Kind(512, 264, normed=True),
+    ),
+    "residuals": (*(Kind(512, 512, "residual", i > 0) for i in range(3)), Kind(512, 72)),
 }
 WITH_HEADS = {
-    "plain": (Before(64), (Kind(256, 72),)),
-    "gated": (Before(128, 20), (Kind(256, 72),)),
-    "residual": (Before(256, 512), (Kind(512, 64, "residual"),)),
-    "chain": (Before(128, 0), (Kind(256, 256, "residual"), Kind(256, 136, normed=True))),
+    "plain": (Before(64), (Kind(512, 72),)),
+    "gated": (Before(128, 20), (Kind(512, 72),)),
+    "residual": (Before(256, 512), (Kind(1024, 64, "residual"),)),
+    "chain": (Before(128, 0), (Kind(512, 512, "residual"), Kind(512, 136, normed=True))),
 }
 # Tokens and rows: the last ones of padding, which may be all that a block of the norm by heads has.
 TOKENS = ((1, 8), (13, 16), (33, 40), (40, 64), (64, 64))
@@ -360,7 +365,7 @@ def test_against_float64(name, tokens, rows):
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("name", "tokens", "rows"), [("layer", 5, 8), ("layer", 64, 64), ("last_normed", 5, 16)])
+@pytest.mark.parametrize(("name", "tokens", "rows"), [("layer", 5, 8), ("layer", 64, 64), ("residuals", 5, 16)])
 def test_chains_against_float64(name, tokens, rows):
     """Each product starts with the program that follows on the last one of the product before."""
     inputs = make(CHAINS[name], tokens, rows)
@@ -381,7 +386,7 @@ def test_norms_by_heads_against_float64(name, tokens, rows):
 
 @needs_jax_0_11
 def test_rows_beyond_the_tokens_do_not_show():
-    inputs = make(CHAINS["last_normed"], 13)
+    inputs = make(CHAINS["residuals"], 13)
     beyond = jnp.arange(16)[:, None] >= 13
     other = replace(inputs, x=jnp.where(beyond, np.nan, inputs.x), residual=jnp.where(beyond, np.inf, inputs.residual))
     same(interpreted(other), interpreted(inputs), 13)
@@ -431,22 +436,27 @@ def test_the_order_of_the_sums(tokens):
 
 
 def as_on_a_card(detect_races: bool) -> None:
-    """Interprets all of a program, three warpgroups at a time. The counters are plain numbers, as there is one program.
+    """Interprets all of a program, three warpgroups at a time, which takes the whole depth: there are no neighbours.
 
-    To be run in a process of its own, for what it changes, and where XLA has threads enough for three that wait.
+    The interpreter cannot send anything to one. What would come from there are zeros, and there is nothing to wait for.
+    As there is one program, the counters are plain numbers. To be run in a process of its own, for what it changes, and
+    where XLA has threads enough for three that wait.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
-    kernel, deallocate = plgpu.kernel, shared_memory.Barrier.deallocate
+    kernel, barrier_wait, deallocate = plgpu.kernel, plgpu.barrier_wait, shared_memory.Barrier.deallocate
+    params = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="zero")
+    slots = 3  # unlike the barriers of what neighbours send
 
-    def interpreting(*args, **options):
-        return kernel(*args, **options | {"interpret": plgpu.InterpretGPUParams(detect_races=detect_races)})
+    def wait_for(counter, count: int) -> None:
+        jax.lax.while_loop(lambda seen: seen < count, lambda _: counter[...], counter[...])
 
     def arrive(counter) -> None:
         counter[...] = counter[...] + 1
 
-    def wait_for(counter, count: int) -> None:
-        jax.lax.while_loop(lambda seen: seen < count, lambda _: counter[...], counter[...])
+    def wait(barrier, *args, **options) -> None:
+        if getattr(barrier, "ref", barrier).shape != (2,):
+            barrier_wait(barrier, *args, **options)
 
     def forgiving(barrier) -> None:
         """Nobody waits for the last slots to be free, which the interpreter takes for an error."""
@@ -454,24 +464,27 @@ def as_on_a_card(detect_races: bool) -> None:
             barrier.last_observed_phase_by_thread.clear()
         deallocate(barrier)
 
-    plgpu.kernel, mosaic.arrive, mosaic.wait_for = interpreting, arrive, wait_for
+    mosaic_gpu.PARTS = 1
+    mosaic.arrive, mosaic.wait_for, plgpu.barrier_wait = arrive, wait_for, wait
+    plgpu.async_store_smem = lambda *args, **options: None
+    plgpu.kernel = lambda *args, **options: kernel(*args, **options | {"interpret": params})
     shared_memory.Barrier.deallocate = forgiving
 
-    def multiply(inputs: Inputs, slots: int, **options: Any) -> None:
+    def multiply(inputs: Inputs, **options: Any) -> None:
         outs = mosaic_gpu.stream_matmul(inputs.x, inputs.products, **inputs.options, **options, slots=slots)
         check([np.asarray(out) for out in outs], inputs)
 
     if detect_races:  # it does not see that a number was read before a barrier: not with a norm
         for ends in ("plain", "residual", "swiglu"):
-            multiply(make([Kind(1024, 96 if ends == "swiglu" else 192, ends)], 8), 2, programs=2)
+            multiply(make([Kind(1024, 96 if ends == "swiglu" else 192, ends)], 8), programs=2)
             assert not gpu_callbacks.get_races().races_found, ends
         return
-    layer, (before, with_heads) = CHAINS["layer"], WITH_HEADS["chain"]
-    for kinds, tokens, rows, slots in ((layer, 5, 8, 3), (CHAINS["last_normed"], 40, 40, 2), (with_heads, 13, 16, 4)):
-        inputs = make(kinds, tokens, rows, before if kinds == with_heads else None)
+    for name, tokens, rows in (("layer", 5, 8), ("residuals", 40, 40), ("chain", 13, 16)):
+        before, kinds = WITH_HEADS[name] if name in WITH_HEADS else (None, CHAINS[name])
+        inputs = make(kinds, tokens, rows, before)
         plan = make_plan(inputs.products, tokens, rows, EPS, 1, heads=inputs.options["heads"])
         counters = jax.new_ref(jnp.zeros((3, COUNTERS), jnp.int32))
-        multiply(inputs, slots, programs=1, arrivals=(counters, 1))
+        multiply(inputs, programs=1, arrivals=(counters, 1))
         wanted = np.zeros((3, COUNTERS), np.int32)
         wanted[1, : len(kinds)] = plan.head_blocks, *(stage.blocks for stage in plan.stages[:-1])
         np.testing.assert_array_equal(counters[...], wanted)
@@ -783,7 +796,7 @@ def test_large_products_on_a_gpu(name):
 
 @pytest.mark.gpu
 @needs_jax_0_11
-@pytest.mark.parametrize("name", [*SMALL, "last_normed", *WITH_HEADS])
+@pytest.mark.parametrize("name", [*SMALL, "residuals", *WITH_HEADS])
 def test_small_products_on_a_gpu(name):
     """Most programs are idle; the tokens end within a tile; rows are left over."""
     for tokens, rows in TOKENS:
