@@ -24,6 +24,7 @@ that other processes share with it (MPS), where it could wait forever.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,12 +187,18 @@ def make_plan(
         )
         stages.append(stage)
         dealt += blocks
-    slot, sums = 2 * step * (BLOCK + rows), rows * BLOCK * 4
-    beside = 4 * sums + (GROUP_ROWS * normed.size * 6 if normed else 0)  # the outputs take no more than the sums
-    fit = (ROOM - COMPILER - beside) // slot
-    steps = sum(stage.steps * -(-stage.blocks // pairs) for stage in stages)
-    slots = min(slots or fit, fit, steps)
-    return Plan(stages=tuple(stages), tokens=tokens, rows=rows, eps=eps, pairs=pairs, slots=slots, heads=normed)
+    plan = Plan(stages=tuple(stages), tokens=tokens, rows=rows, eps=eps, pairs=pairs, slots=1, heads=normed)
+    steps = sum(stage.steps * plan.rounds(stage) for stage in stages)
+    most = min(slots or steps, steps, ROOM // (2 * step * (BLOCK + rows)))
+    return next(fit for n in range(most, 0, -1) if shared_bytes(fit := replace(plan, slots=n)) <= ROOM or n == 1)
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Shared memory of a program: what ``_scratch`` asks for in whole KB, and what the compiler adds."""
+    barriers = plgpu.Barrier, plgpu.ClusterBarrier
+    arrays = [ref for ref in _scratch(plan, False).values() if ref is not None and not isinstance(ref, barriers)]
+    sizes = (math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in arrays)
+    return sum(-(-size // 1024) * 1024 for size in sizes) + COMPILER
 
 
 def stream_matmul(

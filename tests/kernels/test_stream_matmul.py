@@ -68,7 +68,7 @@ LARGE = {
     "features": (Kind(6144, 2048),),
     "layer": LAYER,
 }
-# Blocks for less than one, one, and several rounds of three pairs; one to three steps; last blocks of 8 features.
+# Blocks for less than one, one, and several rounds of two pairs; one to three steps; last blocks of 8 features.
 SMALL = {
     "idle": (Kind(1024, 64),),
     "plain": (Kind(1024, 136),),
@@ -79,7 +79,7 @@ SMALL = {
     "swiglu_normed": (Kind(1024, 160, "swiglu", True),),
 }
 CHAINS = {
-    "layer": (
+    "small_layer": (
         Kind(1024, 512, "residual"),
         Kind(512, 512, "swiglu", True),
         Kind(512, 512, "residual"),
@@ -88,10 +88,10 @@ CHAINS = {
     "residuals": (*(Kind(512, 512, "residual", i > 0) for i in range(3)), Kind(512, 72)),
 }
 WITH_HEADS = {
-    "plain": (Before(64), (Kind(512, 72),)),
-    "gated": (Before(128, 20), (Kind(512, 72),)),
-    "residual": (Before(256, 512), (Kind(1024, 64, "residual"),)),
-    "chain": (Before(128, 0), (Kind(512, 512, "residual"), Kind(512, 136, normed=True))),
+    "heads": (Before(64), (Kind(512, 72),)),
+    "gated_heads": (Before(128, 20), (Kind(512, 72),)),
+    "heads_residual": (Before(256, 512), (Kind(1024, 64, "residual"),)),
+    "heads_chain": (Before(128, 0), (Kind(512, 512, "residual"), Kind(512, 136, normed=True))),
 }
 # Tokens and rows: the last ones of padding, which may be all that a block of the norm by heads has.
 TOKENS = ((1, 8), (13, 16), (33, 40), (40, 64), (64, 64))
@@ -254,7 +254,8 @@ def run(inputs: Inputs, **options: Any) -> list[np.ndarray]:
     return [np.asarray(out) for out in outs]
 
 
-def interpreted(inputs: Inputs, *, programs=3, slots=2) -> list[np.ndarray]:
+def interpreted(inputs: Inputs, *, programs=4, slots=2) -> list[np.ndarray]:
+    """By one program after another, with as many blocks as a pair has."""
     return run(inputs, programs=programs, slots=slots, interpret=True)
 
 
@@ -356,7 +357,7 @@ def test_up_must_look_like_gate():
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (13, 16), (33, 40), (64, 64)])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (13, 16), (64, 64)])
 @pytest.mark.parametrize("name", SMALL)
 def test_against_float64(name, tokens, rows):
     """Fewer slots than steps, idle programs, several blocks a program, a last one of a few features, rows left over."""
@@ -365,7 +366,7 @@ def test_against_float64(name, tokens, rows):
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("name", "tokens", "rows"), [("layer", 5, 8), ("layer", 64, 64), ("residuals", 5, 16)])
+@pytest.mark.parametrize(("name", "tokens", "rows"), [("small_layer", 5, 8), ("residuals", 33, 40)])
 def test_chains_against_float64(name, tokens, rows):
     """Each product starts with the program that follows on the last one of the product before."""
     inputs = make(CHAINS[name], tokens, rows)
@@ -373,20 +374,26 @@ def test_chains_against_float64(name, tokens, rows):
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (13, 16), (17, 40)])
-@pytest.mark.parametrize("name", WITH_HEADS)
+@pytest.mark.parametrize(
+    ("name", "tokens", "rows"),
+    [
+        ("heads", 16, 16),
+        ("gated_heads", 8, 8),
+        ("heads_residual", 1, 8),
+        ("heads_residual", 13, 16),
+        ("heads_chain", 17, 40),
+    ],
+)
 def test_norms_by_heads_against_float64(name, tokens, rows):
     """Blocks of eight tokens, of fewer, and of none. Without a residual there is no padding."""
     before, kinds = WITH_HEADS[name]
-    if kinds[0].ends != "residual":
-        tokens = rows
     inputs = make(kinds, tokens, rows, before)
     check(interpreted(inputs), inputs)
 
 
 @needs_jax_0_11
 def test_rows_beyond_the_tokens_do_not_show():
-    inputs = make(CHAINS["residuals"], 13)
+    inputs = make(SMALL["residual_normed"], 13)
     beyond = jnp.arange(16)[:, None] >= 13
     other = replace(inputs, x=jnp.where(beyond, np.nan, inputs.x), residual=jnp.where(beyond, np.inf, inputs.residual))
     same(interpreted(other), interpreted(inputs), 13)
@@ -394,12 +401,12 @@ def test_rows_beyond_the_tokens_do_not_show():
 
 @needs_jax_0_11
 @pytest.mark.parametrize(
-    ("kind", "slots"), [(Kind(256, 160, "swiglu", True), (1, 2)), (Kind(512, 136), (2, 3, 9, None))]
+    ("kind", "slots"), [(Kind(512, 160, "swiglu", True), (1, 2)), (Kind(1024, 136), (2, 3, 9, None))]
 )
 def test_any_number_of_slots(kind, slots):
     """One, where a block is one step; as many as a program has steps, and more."""
     inputs = make([kind], 8)
-    outs = [interpreted(inputs, programs=2, slots=number) for number in slots]
+    outs = [interpreted(inputs, programs=4, slots=number) for number in slots]
     check(outs[0], inputs)
     for other in outs[1:]:
         same(other, outs[0], 8)
@@ -408,7 +415,7 @@ def test_any_number_of_slots(kind, slots):
 @needs_jax_0_11
 def test_any_number_of_programs():
     inputs = make(SMALL["swiglu_normed"], 8)
-    outs = [interpreted(inputs, programs=number) for number in (1, 2, 5, 7)]
+    outs = [interpreted(inputs, programs=number) for number in (1, 4, 14)]
     check(outs[0], inputs)
     for other in outs[1:]:
         same(other, outs[0], 8)
@@ -417,7 +424,7 @@ def test_any_number_of_programs():
 @needs_jax_0_11
 @pytest.mark.parametrize("tokens", [1, 8, 13, 64])
 def test_the_order_of_the_sums(tokens):
-    """Step by step, to the bit, for any number of tokens: within 256 columns nothing is rounded here.
+    """Step by step of either half, to the bit, for any number of tokens: in 256 columns nothing is rounded here.
 
     Half of them are zeros, as many tokens take half a step.
     """
@@ -426,12 +433,12 @@ def test_the_order_of_the_sums(tokens):
     x = rng.integers(-64, 65, (64, 2048)) * steps * (np.arange(2048) % 256 < 128)
     kernel = rng.integers(-64, 65, (2048, 64)).astype(np.float64)
     parts = [(x[:, k : k + 256] @ kernel[k : k + 256]).astype(np.float32) for k in range(0, 2048, 256)]
-    wanted = sum(parts)
-    for other in (sum(parts[::-1]), sum(parts[:4]) + sum(parts[4:]), sum(parts[::2]) + sum(parts[1::2])):
+    wanted = sum(parts[:4]) + sum(parts[4:])
+    for other in (sum(parts), sum(parts[3::-1]) + sum(parts[:3:-1]), sum(parts[::2]) + sum(parts[1::2])):
         assert (wanted != other).mean() > 0.2
     arrays = jnp.asarray(x, jnp.bfloat16), None, None, (pack(jnp.asarray(kernel)),)
     inputs = Inputs((Kind(2048, 64),), None, 64, *arrays, ())
-    (out,) = interpreted(inputs.first(tokens), programs=1, slots=3)
+    (out,) = interpreted(inputs.first(tokens), programs=2, slots=3)
     np.testing.assert_array_equal(out, wanted[:tokens])
 
 
@@ -479,7 +486,7 @@ def as_on_a_card(detect_races: bool) -> None:
             multiply(make([Kind(1024, 96 if ends == "swiglu" else 192, ends)], 8), programs=2)
             assert not gpu_callbacks.get_races().races_found, ends
         return
-    for name, tokens, rows in (("layer", 5, 8), ("residuals", 40, 40), ("chain", 13, 16)):
+    for name, tokens, rows in (("small_layer", 5, 8), ("residuals", 40, 40), ("heads_chain", 13, 16)):
         before, kinds = WITH_HEADS[name] if name in WITH_HEADS else (None, CHAINS[name])
         inputs = make(kinds, tokens, rows, before)
         plan = make_plan(inputs.products, tokens, rows, EPS, 1, heads=inputs.options["heads"])
@@ -522,38 +529,41 @@ def plan_of(
     return make_plan(inputs.products, rows, rows, EPS, programs, slots, inputs.options["heads"])
 
 
-@pytest.mark.parametrize("programs", [1, 3, 40, 132])
+@pytest.mark.parametrize("programs", [1, 2, 7, 40, 132])
 @pytest.mark.parametrize("before", [None, HEADS])
 @pytest.mark.parametrize("kinds", [LAYER, *CHAINS.values()])
 def test_blocks_are_dealt_out_in_turn(kinds, before, programs):
-    """Through the norm by heads, in blocks of 8 tokens of a head, and all products."""
-    plan, dealt = plan_of(kinds, 16, before, programs), itertools.cycle(range(programs))
-    assert plan.head_blocks == (0 if before is None else 2 * kinds[0].depth // before.size)
-    list(itertools.islice(dealt, plan.head_blocks))
+    """To pairs of programs, through the norm by heads, in blocks of 8 tokens of a head, and all products."""
+    plan, pairs = plan_of(kinds, 24, before, programs), max(1, programs // 2)
+    assert plan.pairs == pairs
+    dealt = itertools.cycle(range(pairs))
+    assert plan.head_blocks == (0 if before is None else 3 * kinds[0].depth // before.size)
+    list(itertools.islice(dealt, -(-plan.head_blocks // 2)))
     for kind, stage in zip(kinds, plan.stages, strict=True):
-        takers = {block: program for program in range(programs) for block in taken(plan, stage, program)}
+        takers = {block: pair for pair in range(pairs) for block in taken(plan, stage, pair)}
         assert [takers.pop(block) for block in range(kind.packed // 64)] == list(itertools.islice(dealt, stage.blocks))
         assert not takers
 
 
-def taken(plan: mosaic_gpu.Plan, stage: mosaic_gpu.Stage, program: int) -> range:
-    """The blocks of a program, in the rounds that it makes."""
-    own = (program - stage.first) % plan.programs
-    blocks = range(own, stage.blocks, plan.programs)
+def taken(plan: mosaic_gpu.Plan, stage: mosaic_gpu.Stage, pair: int) -> range:
+    """The blocks of a pair, in the rounds that it makes."""
+    own = (pair - stage.first) % plan.pairs
+    blocks = range(own, stage.blocks, plan.pairs)
     assert len(blocks) <= plan.rounds(stage)
     return blocks
 
 
 def test_blocks_are_of_the_features_that_there_are():
     for features, ends, blocks in ((72, "plain", 2), (128, "plain", 2), (128, "residual", 2), (96, "swiglu", 3)):
-        plan = make_plan([Product(spec(320, 256), ends, False, features)], 8, 8, EPS, 132)
+        plan = make_plan([Product(spec(320, 512), ends, False, features)], 8, 8, EPS, 132)
         assert plan.stages[0].blocks == blocks
 
 
 def shared_bytes(plan: mosaic_gpu.Plan) -> int:
     """Of all arrays in shared memory, each of which starts at a multiple of 1024 bytes."""
-    arrays = [ref for ref in mosaic_gpu._scratch(plan).values() if isinstance(ref, type(plgpu.SMEM((1,), jnp.int8)))]
-    assert len(arrays) >= 3
+    kind = type(plgpu.SMEM((1,), jnp.int8))
+    arrays = [ref for ref in mosaic_gpu._scratch(plan, interpret=False).values() if isinstance(ref, kind)]
+    assert len(arrays) >= 4
     return sum(-(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024 for ref in arrays) + COMPILER
 
 
@@ -573,10 +583,11 @@ def test_slots_are_what_fits(kinds, before, rows):
 def test_slots_are_no_more_than_asked_for_and_no_more_than_steps():
     assert plan_of(LAYER, slots=3).slots == 3
     assert plan_of(LAYER, slots=99).slots == plan_of(LAYER).slots
-    assert plan_of([Kind(256, 64)]).slots == 1
-    assert plan_of([Kind(512, 64)]).slots == 2
-    assert plan_of([Kind(256, 256)], programs=3).slots == 2
-    assert plan_of([Kind(256, 64, "swiglu"), Kind(256, 64)], programs=2).slots == 2
+    assert plan_of([Kind(512, 64)]).slots == 1
+    assert plan_of([Kind(1024, 64)]).slots == 2
+    assert plan_of([Kind(1024, 64)], 24).slots == 4
+    assert plan_of([Kind(512, 256)], programs=6).slots == 2
+    assert plan_of([Kind(512, 64, "swiglu"), Kind(512, 64)], programs=4).slots == 2
 
 
 @pytest.fixture
@@ -602,7 +613,7 @@ def operations(text: str) -> set[str]:
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("tokens", "rows"), TOKENS)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (13, 16), (32, 32), (64, 64)])
 @pytest.mark.parametrize("name", [name for name in LARGE if name != "layer"])
 def test_lowers(name, tokens, rows, on_hopper):
     """One launch and nothing beside it: no padding, no slice, no transpose."""
@@ -612,7 +623,7 @@ def test_lowers(name, tokens, rows, on_hopper):
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(("tokens", "rows"), TOKENS)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (13, 16), (32, 32), (64, 64)])
 @pytest.mark.parametrize("before", [None, HEADS])
 def test_a_layer_lowers(before, tokens, rows, on_hopper):
     """One launch, and what makes the counters: nothing that touches x, the weights or what comes out."""
@@ -655,12 +666,12 @@ def test_the_row_of_arrivals_may_be_traced(on_hopper):
 @needs_jax_0_11
 @pytest.mark.parametrize("rest", range(8, 64, 8))
 def test_a_last_block_of_any_width_lowers(rest, on_hopper):
-    assert lowered(specs([Kind(256, 64 + rest)], 13)).count("custom_call @mosaic_gpu") == 1
+    assert lowered(specs([Kind(512, 64 + rest)], 13)).count("custom_call @mosaic_gpu") == 1
 
 
 @needs_jax_0_11
 def test_the_kernel_is_taken_where_it_can_run(monkeypatch):
-    fits, does_not = specs([Kind(512, 136)], 8), specs([Kind(512, 136)], 13, 13)
+    fits, does_not = specs([Kind(1024, 136)], 8), specs([Kind(1024, 136)], 13, 13)
     monkeypatch.setattr(mosaic, "why_not", lambda: "there is no GPU")
     assert "mosaic_gpu" not in lowered(fits)
     with pytest.raises(ValueError, match="'mosaic_gpu' of stream_matmul cannot run: there is no GPU"):
@@ -681,23 +692,23 @@ def test_without_a_gpu_it_is_the_reference():
     same(chosen, plain, 8)
 
 
-WEIGHTS, GATE = spec(64, 256), spec(8, 512, dtype="float32")
-UP, BACK = Product(spec(512, 64), "swiglu", True), Product(WEIGHTS, "residual")
+WEIGHTS, GATE = spec(64, 512), spec(8, 768, dtype="float32")
+UP, BACK = Product(spec(1024, 64), "swiglu", True), Product(WEIGHTS, "residual")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": spec(256)}, "x must be [T, K], got [256]"),
-        ({"x": spec(8, 192)}, "products[0].weights must be [P, K] = [64, 192], got [64, 256]"),
-        ({"x": spec(8, 256, dtype="float16")}, "x must be bfloat16 or float32, got float16"),
+        ({"x": spec(512)}, "x must be [T, K], got [512]"),
+        ({"x": spec(8, 192)}, "products[0].weights must be [P, K] = [64, 192], got [64, 512]"),
+        ({"x": spec(8, 512, dtype="float16")}, "x must be bfloat16 or float32, got float16"),
         ({"tokens": 0}, "tokens must be 1 to the 8 rows, got 0"),
         ({"tokens": 9}, "tokens must be 1 to the 8 rows, got 9"),
         ({"products": []}, "products must hold one or more, got none"),
-        ({"products": Product(spec(256))}, "products[0].weights must be [P, K], got [256]"),
-        ({"products": Product(spec(72, 256))}, "[0].weights must be packed, with a multiple of 64 rows, got 72"),
-        ({"products": Product(spec(0, 256))}, "[0].weights must be packed, with a multiple of 64 rows, got 0"),
-        ({"products": Product(spec(64, 256, dtype="int8"))}, "products[0] must be bfloat16 or float32, got int8"),
+        ({"products": Product(spec(512))}, "products[0].weights must be [P, K], got [512]"),
+        ({"products": Product(spec(72, 512))}, "[0].weights must be packed, with a multiple of 64 rows, got 72"),
+        ({"products": Product(spec(0, 512))}, "[0].weights must be packed, with a multiple of 64 rows, got 0"),
+        ({"products": Product(spec(64, 512, dtype="int8"))}, "products[0] must be bfloat16 or float32, got int8"),
         ({"products": Product(WEIGHTS, features=65)}, "products[0].features must be 1 to 64, got 65"),
         ({"products": Product(WEIGHTS, features=0)}, "products[0].features must be 1 to 64, got 0"),
         ({"products": Product(WEIGHTS, "swiglu", features=33)}, "products[0].features must be 1 to 32, got 33"),
@@ -708,7 +719,7 @@ UP, BACK = Product(spec(512, 64), "swiglu", True), Product(WEIGHTS, "residual")
         ),
         (
             {"products": [BACK, UP, Product(spec(64, 192), "residual")]},
-            "products[2].weights must be [P, K] = [64, 256], got [64, 192]",
+            "products[2].weights must be [P, K] = [64, 512], got [64, 192]",
         ),
         ({"residual": None, "products": BACK}, "residual must be given for products[0]"),
         ({"residual": spec(8, 32), "products": BACK}, "residual must be [T, D] = [8, 64], got [8, 32]"),
@@ -720,18 +731,18 @@ UP, BACK = Product(spec(512, 64), "swiglu", True), Product(WEIGHTS, "residual")
         ({"residual": spec(8, 64, dtype="int32"), "products": BACK}, "residual must be bfloat16 or float32, got int32"),
         ({"eps": None, "products": [BACK, UP, BACK]}, "eps must be given for products[1]"),
         ({"eps": None, "heads": HeadNorm(64)}, "eps must be given for heads"),
-        ({"heads": HeadNorm(96)}, "heads.size must divide the 256 columns of x, got 96"),
-        ({"heads": HeadNorm(0)}, "heads.size must divide the 256 columns of x, got 0"),
+        ({"heads": HeadNorm(96)}, "heads.size must divide the 512 columns of x, got 96"),
+        ({"heads": HeadNorm(0)}, "heads.size must divide the 512 columns of x, got 0"),
         ({"heads": HeadNorm(64), "tokens": 7}, "x must have 7 rows, as tokens says, got 8"),
         ({"heads": HeadNorm(64, spec(512))}, "heads.gate must be [N, width], got [512]"),
-        ({"heads": HeadNorm(64, GATE, 257)}, "heads.gate must be [8, 513 or more], got [8, 512]"),
-        ({"heads": HeadNorm(64, GATE, -1)}, "heads.gate must be [8, 255 or more], got [8, 512]"),
-        ({"heads": HeadNorm(64, spec(16, 512))}, "heads.gate must be [8, 256 or more], got [16, 512]"),
+        ({"heads": HeadNorm(64, GATE, 257)}, "heads.gate must be [8, 769 or more], got [8, 768]"),
+        ({"heads": HeadNorm(64, GATE, -1)}, "heads.gate must be [8, 511 or more], got [8, 768]"),
+        ({"heads": HeadNorm(64, spec(16, 512))}, "heads.gate must be [8, 512 or more], got [16, 512]"),
         ({"implementation": "triton"}, "implementation 'triton' is not written for stream_matmul yet"),
     ],
 )
 def test_errors_name_the_argument(changes, message):
-    options = {"x": spec(8, 256), "products": Product(WEIGHTS), "residual": spec(8, 64), "eps": EPS} | changes
+    options = {"x": spec(8, 512), "products": Product(WEIGHTS), "residual": spec(8, 64), "eps": EPS} | changes
     x, products = options.pop("x"), options.pop("products")
     with pytest.raises(ValueError) as raised:
         stream_matmul(x, [products] if isinstance(products, Product) else products, **options)
@@ -742,13 +753,13 @@ def test_errors_name_the_argument(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": spec(72, 256)}, "there must be 8, 16, ... or 64 rows, got 72"),
-        ({"x": spec(12, 256)}, "there must be 8, 16, ... or 64 rows, got 12"),
-        ({"x": spec(8, 256, dtype="float32")}, "x must be bfloat16, got float32"),
+        ({"x": spec(72, 512)}, "there must be 8, 16, ... or 64 rows, got 72"),
+        ({"x": spec(12, 512)}, "there must be 8, 16, ... or 64 rows, got 12"),
+        ({"x": spec(8, 512, dtype="float32")}, "x must be bfloat16, got float32"),
         ({"residual": spec(8, 64, dtype="float32")}, "residual must be bfloat16, got float32"),
-        ({"products": [BACK, Product(spec(64, 256, dtype="float32"))]}, "products[1] must be bfloat16, got float32"),
-        ({"products": [Product(spec(256, 256), "residual")] * 8}, "products must hold at most 7, got 8"),
-        ({"products": [Product(spec(64, 384))]}, "products[0] must have a multiple of 256 columns, got 384"),
+        ({"products": [BACK, Product(spec(64, 512, dtype="float32"))]}, "products[1] must be bfloat16, got float32"),
+        ({"products": [Product(spec(512, 512), "residual")] * 8}, "products must hold at most 7, got 8"),
+        ({"products": [Product(spec(64, 384))]}, "products[0] must have a multiple of 512 columns, got 384"),
         ({"products": [Product(WEIGHTS, "residual", features=40)]}, "64 features, of 32 for SwiGLU, got 40"),
         ({"products": [Product(WEIGHTS, "swiglu", features=16)]}, "64 features, of 32 for SwiGLU, got 16"),
         ({"products": [Product(WEIGHTS, features=60)]}, "products[0] must have a multiple of 8 features, got 60"),
@@ -756,7 +767,7 @@ def test_errors_name_the_argument(changes, message):
     ],
 )
 def test_what_the_kernel_cannot_take_is_said(changes, message):
-    options = {"x": spec(8, 256), "products": [Product(WEIGHTS)], "residual": None, "heads": None} | changes
+    options = {"x": spec(8, 512), "products": [Product(WEIGHTS)], "residual": None, "heads": None} | changes
     assert message in mosaic_gpu.unsupported(options["x"].shape[0], **options)
     with pytest.raises(ValueError) as raised:
         mosaic_gpu.stream_matmul(**options, tokens=8, eps=EPS)
@@ -766,17 +777,16 @@ def test_what_the_kernel_cannot_take_is_said(changes, message):
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="of older versions")
 def test_an_older_jax_is_told_so():
-    assert "jax 0.11" in mosaic_gpu.unsupported(8, spec(8, 256), [Product(WEIGHTS)], None)
+    assert "jax 0.11" in mosaic_gpu.unsupported(8, spec(8, 512), [Product(WEIGHTS)], None)
 
 
 def case(name: str, tokens: int, rows: int | None = None) -> Inputs:
-    """ "step" is what stands between two mixers of a decoding step."""
-    if name in LARGE or name == "step":
-        return make(LARGE.get(name, LAYER), tokens, rows, HEADS if name == "step" else None)
-    if name in WITH_HEADS:
-        before, kinds = WITH_HEADS[name]
-        return make(kinds, tokens if kinds[0].ends == "residual" else filled(tokens), rows, before)
-    return make((SMALL | CHAINS)[name], tokens, rows)
+    """By name; "step" is what stands between two mixers of a decoding step."""
+    kinds = LAYER if name == "step" else (LARGE | SMALL | CHAINS | {n: k for n, (_, k) in WITH_HEADS.items()})[name]
+    before = HEADS if name == "step" else WITH_HEADS[name][0] if name in WITH_HEADS else None
+    if before and kinds[0].ends != "residual":  # nothing has more rows than there are tokens
+        tokens, rows = filled(tokens), None
+    return make(kinds, tokens, rows, before)
 
 
 @pytest.mark.gpu
@@ -796,20 +806,20 @@ def test_large_products_on_a_gpu(name):
 
 @pytest.mark.gpu
 @needs_jax_0_11
-@pytest.mark.parametrize("name", [*SMALL, "residuals", *WITH_HEADS])
+@pytest.mark.parametrize("name", [*SMALL, *CHAINS, *WITH_HEADS])
 def test_small_products_on_a_gpu(name):
     """Most programs are idle; the tokens end within a tile; rows are left over."""
     for tokens, rows in TOKENS:
-        inputs = case(name, tokens, None if name in ("plain", "gated") else rows)
+        inputs = case(name, tokens, rows)
         check(run(inputs), inputs, ON_CARD)
-        check(run(inputs, programs=3, slots=2), inputs, ON_CARD)
+        check(run(inputs, programs=6, slots=2), inputs, ON_CARD)
 
 
 @pytest.mark.gpu
 @needs_jax_0_11
 @pytest.mark.parametrize("rest", range(8, 64, 8))
 def test_a_last_block_of_any_width_on_a_gpu(rest):
-    inputs = make([Kind(256, 64 + rest, normed=True)], 13)
+    inputs = make([Kind(512, 64 + rest, normed=True)], 13)
     check(run(inputs), inputs, ON_CARD)
 
 
