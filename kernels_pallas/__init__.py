@@ -8,6 +8,7 @@ Letters of the dimensions, here and in every annotation:
     K columns of a matrix of weights   M features it makes of them   P rows it is packed in   I features of a SwiGLU
     in draft_attention: T nodes of a level   H query heads   K key heads   dh head size   W slots of the ring
                         S slots of the drafts
+    in draft_expand: T nodes of a level   V draft vocabulary   Vt the target's   D, Dt widths of drafter and target
 
 The state of a value head is S [dk, dv], key first. Log decays, betas, states and factors are fp32; all fp32 products
 run at full precision. This package imports nothing of the runtime above it.
@@ -15,6 +16,7 @@ run at full precision. This package imports nothing of the runtime above it.
 
 from kernels_pallas.ancestors import ancestor_mask
 from kernels_pallas.draft_attention.api import draft_attention
+from kernels_pallas.draft_expand.api import draft_expand
 from kernels_pallas.factors import Factors
 from kernels_pallas.gdn_prefill.api import gdn_prefill
 from kernels_pallas.gdn_recover.api import gdn_recover
@@ -28,6 +30,7 @@ __all__ = [
     "MixerInputs",
     "ancestor_mask",
     "draft_attention",
+    "draft_expand",
     "gates",
     "gdn_prefill",
     "gdn_recover",

@@ -329,3 +329,9 @@ def test_config_checks_itself(change, message):
 def test_branch_above_the_draft_vocabulary_is_refused():
     with pytest.raises(UserError, match="branch must be at most the draft vocabulary, 10"):
         EagleDrafter(draft=DraftConfig(depth=2, branch=11, nodes=12), config=REDUCED)
+
+
+def test_branch_above_what_the_kernels_take_is_refused():
+    step = EagleStep(config=CONFIG, implementation="reference")
+    with pytest.raises(UserError, match="branch must be at most 8 over packed weights, got 9"):
+        EagleDrafter(draft=DraftConfig(depth=2, branch=9, nodes=12), config=CONFIG, step=step)

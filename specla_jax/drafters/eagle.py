@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.draft_attention.reference import held_position
+from kernels_pallas.draft_expand import MAX_BRANCH
 from specla_jax.config import DraftConfig, Dtype
 from specla_jax.drafters.base import Accepted, Context
 from specla_jax.drafters.eagle_layer import (
@@ -60,6 +61,7 @@ class _Frontier:
     ancestors: Bool[Array, "B branch slots"]  # draft slots of proper ancestors
     key: Float[Array, "B slots K dh"]
     value: Float[Array, "B slots K dh"]
+    pair: Any = None  # with a step: [B, branch, Dt+D], what ``pair_input`` makes of tokens and feature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,8 @@ class EagleDrafter:
     def __post_init__(self) -> None:
         if self.draft.branch > self.config.vocab_size:
             raise UserError(f"branch must be at most the draft vocabulary, {self.config.vocab_size}")
+        if self.step is not None and self.draft.branch > MAX_BRANCH:
+            raise UserError(f"branch must be at most {MAX_BRANCH} over packed weights, got {self.draft.branch}")
 
     @property
     def feature_layers(self) -> tuple[int, ...] | None:
@@ -166,12 +170,11 @@ class EagleDrafter:
         if depth == 0 or self.draft.nodes == 1:
             return root_only(context.root, self.draft.nodes), carry
         rows = context.length.shape[0]
-        tokens, log_prob = self._best_children(params, self._logits(params, carry.hidden[:, None]))  # [B, 1, branch]
-        tokens, log_prob = tokens[:, 0], log_prob[:, 0]
+        children = self._root_children(params, carry)
         levels = [(context.root[:, None], jnp.zeros((rows, 1)), jnp.full((rows, 1), -1))]
-        levels.append((tokens, log_prob, jnp.zeros_like(tokens)))
+        levels.append((children.tokens, children.log_prob, jnp.zeros_like(children.tokens)))
         if depth > 1:
-            levels.append(self._lower_levels(params, carry, context.length, tokens, log_prob))
+            levels.append(self._lower_levels(params, carry, context.length, children))
         pool = DraftTree(
             tokens=jnp.concatenate([level[0] for level in levels], axis=1),
             log_prob=jnp.concatenate([level[1] for level in levels], axis=1),
@@ -183,23 +186,37 @@ class EagleDrafter:
             pool = DraftTree(pool.tokens, pool.parents, jnp.where(beyond, 1, pool.num_nodes), pool.log_prob)
         return select_nodes(pool, self.draft.nodes, self.draft.prune_tau), carry
 
-    def _lower_levels(
-        self, params: Params, carry: EagleCarry, length: Array, tokens: Array, log_prob: Array
-    ) -> tuple[Array, Array, Array]:
-        """Tokens, log-probabilities and pool parents of levels 2 to depth, below the given children of the root."""
-        (rows, branch), depth = tokens.shape, self.draft.depth
-        slots = (depth - 1) * branch
+    def _root_children(self, params: Params, carry: EagleCarry) -> _Frontier:
+        """The ``branch`` best children of the root, best first, as the frontier of level 1."""
+        rows, branch, hidden = carry.hidden.shape[0], self.draft.branch, carry.hidden[:, None]
+        slots = max(self.draft.depth - 1, 1) * branch
         heads = (rows, slots, self.config.num_kv_heads, self.config.head_dim)
-        frontier = _Frontier(
+        logits = self._logits(params, hidden)
+        if self.step is None:
+            tokens, log_prob = (x[:, 0] for x in self._best_children(params, logits))
+            feature = jnp.broadcast_to(hidden, (rows, branch, hidden.shape[2]))
+            ancestors, pair = jnp.zeros((rows, branch, slots), bool), None
+        else:
+            nothing = jnp.zeros((rows, 1)), jnp.zeros((rows, 1, slots), bool)
+            tokens, log_prob, feature, ancestors, pair = self.step.children(
+                *(params, branch, hidden, logits, *nothing, 0),
+            ).frontier
+        return _Frontier(
             tokens=tokens,
-            feature=jnp.broadcast_to(carry.hidden[:, None], (rows, branch, carry.hidden.shape[1])),
+            feature=feature,
             log_prob=log_prob,
             pool_index=jnp.broadcast_to(jnp.arange(1, branch + 1), (rows, branch)),
-            ancestors=jnp.zeros((rows, branch, slots), bool),
+            ancestors=ancestors,
             key=jnp.zeros(heads, self.dtype),
             value=jnp.zeros(heads, self.dtype),
+            pair=pair,
         )
 
+    def _lower_levels(
+        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier
+    ) -> tuple[Array, Array, Array]:
+        """Tokens, log-probabilities and pool parents of levels 2 to depth, below the given children of the root."""
+        rows, depth = length.shape[0], self.draft.depth
         arrivals = None if self.step is None else no_arrivals(depth)
 
         def grow(frontier: _Frontier, level: Array | int) -> tuple[_Frontier, tuple[Array, Array, Array]]:
@@ -217,57 +234,84 @@ class EagleDrafter:
         return below[0], below[1], below[2]
 
     def _grow(
-        self, params: Params, carry: EagleCarry, length: Array, frontier: _Frontier, level: Array | int, arrivals: Any
+        self,
+        params: Params,
+        carry: EagleCarry,
+        length: Array,
+        frontier: _Frontier,
+        level: Array | int,
+        arrivals: Any = None,
     ) -> tuple[_Frontier, tuple[Array, Array, Array]]:
         """Runs the frontier, ``level`` edges below the root, through the layer; returns its children too."""
+        if self.step is not None:
+            return self._grow_packed(self.step, params, carry, length, frontier, level, arrivals)
         eagle, config, branch = params["eagle"], self.config, self.draft.branch
-        rows = length.shape[0]
+        rows, first = length.shape[0], (level - 1) * branch
         position = (length - 1 + level)[:, None]  # [B, 1]
         positions = jnp.broadcast_to(position, (rows, branch))
         pair = pair_input(eagle, config, self._embed(params, frontier.tokens), frontier.feature)
-        first = (level - 1) * branch
         own = jnp.arange(frontier.ancestors.shape[2]) == (first + jnp.arange(branch))[:, None]  # [branch, slots]
         path = frontier.ancestors | own
-        if self.step is None:
-            key, value = pair_keys_values(eagle, config, pair, positions)
-            draft_key = jax.lax.dynamic_update_slice_in_dim(frontier.key, key, first, axis=1)
-            draft_value = jax.lax.dynamic_update_slice_in_dim(frontier.value, value, first, axis=1)
-            # Draft slots are one level apart, so slot // branch + 1 is a node's level; old positions leave the window.
-            near = jnp.arange(path.shape[2]) // branch + 1 > level - config.window
-            held = _slot_positions(length, config.window)
-            ring = (held >= 0) & (held > position - config.window)
-            segments = [
-                (carry.key, carry.value, jnp.broadcast_to(ring[:, None], (rows, branch, config.window))),
-                (draft_key, draft_value, path & near),
-            ]
-            hidden = eagle_layer(eagle, config, pair, frontier.feature, positions, segments)  # [B, branch, D]
-            logits = self._logits(params, hidden)
-        else:
-            ring, drafts = (carry.key, carry.value), (frontier.key, frontier.value)
-            qkv = self.step.projections(params["packed"], pair)
-            hidden, logits, draft_key, draft_value = self.step.layer(
-                *(params["packed"], qkv, frontier.feature, ring, drafts, frontier.ancestors, length, level),
-                arrivals=(arrivals, level),
-                children=True,
-            )
+        key, value = pair_keys_values(eagle, config, pair, positions)
+        draft_key = jax.lax.dynamic_update_slice_in_dim(frontier.key, key, first, axis=1)
+        draft_value = jax.lax.dynamic_update_slice_in_dim(frontier.value, value, first, axis=1)
+        # Draft slots are one level apart, so slot // branch + 1 is a node's level; old positions leave the window.
+        near = jnp.arange(path.shape[2]) // branch + 1 > level - config.window
+        held = _slot_positions(length, config.window)
+        ring = (held >= 0) & (held > position - config.window)
+        segments = [
+            (carry.key, carry.value, jnp.broadcast_to(ring[:, None], (rows, branch, config.window))),
+            (draft_key, draft_value, path & near),
+        ]
+        hidden = eagle_layer(eagle, config, pair, frontier.feature, positions, segments)  # [B, branch, D]
 
-        tokens, step = self._best_children(params, logits)  # [B, branch, branch]
+        tokens, step = self._best_children(params, self._logits(params, hidden))  # [B, branch, branch]
         tokens = tokens.reshape(rows, -1)
         log_prob = (frontier.log_prob[:, :, None] + step).reshape(rows, -1)
-        parents = jnp.repeat(frontier.pool_index, branch, axis=1)  # [B, branch * branch]
-
         best, chosen = jax.lax.top_k(log_prob, branch)
         parent = chosen // branch
         grown = _Frontier(
             tokens=_take(tokens, chosen),
             feature=_take(hidden, parent[:, :, None]),
             log_prob=best,
-            pool_index=1 + branch + (level - 1) * branch**2 + chosen,
+            pool_index=self._pool_index(level, chosen),
             ancestors=_take(path, parent[:, :, None]),
             key=draft_key,
             value=draft_value,
         )
-        return grown, (tokens, log_prob, parents)
+        return grown, (tokens, log_prob, self._pool_parents(frontier))
+
+    def _grow_packed(
+        self,
+        step: EagleStep,
+        params: Params,
+        carry: EagleCarry,
+        length: Array,
+        frontier: _Frontier,
+        level: Array | int,
+        arrivals: Any,
+    ) -> tuple[_Frontier, tuple[Array, Array, Array]]:
+        """:meth:`_grow` over packed weights."""
+        packed, ancestors = params["packed"], frontier.ancestors
+        ring, drafts = (carry.key, carry.value), (frontier.key, frontier.value)
+        hidden, logits, key, value = step.layer(
+            *(packed, step.projections(packed, frontier.pair), frontier.feature, ring, drafts),
+            *(ancestors, length, level),
+            arrivals=(arrivals, level),
+            children=True,
+        )
+        children = step.children(params, self.draft.branch, hidden, logits, frontier.log_prob, ancestors, level)
+        pool_index = self._pool_index(level, children.chosen)
+        grown = _Frontier(**children.frontier._asdict(), pool_index=pool_index, key=key, value=value)
+        return grown, (children.tokens, children.log_prob, self._pool_parents(frontier))
+
+    def _pool_parents(self, frontier: _Frontier) -> Int[Array, "B children"]:
+        """Pool index of the parent of each child of the frontier."""
+        return jnp.repeat(frontier.pool_index, self.draft.branch, axis=1)
+
+    def _pool_index(self, level: Array | int, chosen: Int[Array, "B branch"]) -> Int[Array, "B branch"]:
+        """Where the pool holds children of ``level``, by their place among these."""
+        return 1 + self.draft.branch + (level - 1) * self.draft.branch**2 + chosen
 
     def _embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T Dt"]:
         return params["embedding"][tokens].astype(self.dtype)

@@ -1,7 +1,7 @@
 """The drafter's layer over packed weights: the network of ``eagle_layer.py`` in fewer launches, for drafting alone.
 
-A level of a draft is three launches of ``kernels_pallas``: the projections, attention, and all products behind it, with
-the norms, SwiGLU and the residuals in them.
+A level of a draft is five launches of ``kernels_pallas``: the projections, attention, all products behind it, with the
+norms, SwiGLU and the residuals in them, and two from the logits to the pairs of the next level.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import draft_attention, stream_matmul
+from kernels_pallas import draft_attention, draft_expand, stream_matmul
+from kernels_pallas.draft_expand import Expansion
 from kernels_pallas.implementations import Implementation
 from kernels_pallas.stream_matmul import COUNTERS, Product, pack, pack_gate_up, pack_rows
 from specla_jax.config import Dtype
@@ -88,12 +89,11 @@ class EagleStep:
         ``children``.
         """
         c = self.config
-        attention: Any = "reference" if self.implementation == "reference" else "triton"
         mixed, key, value = draft_attention(
             *(qkv, *ring, *drafts, ancestors, length, level),
             num_heads=c.num_heads,
             theta=c.rope_theta,
-            implementation=attention,
+            implementation=self._beside_products,
         )
         products = [
             Product(w.o_proj, "residual", False, c.hidden_size),
@@ -103,6 +103,32 @@ class EagleStep:
         ]
         _, _, hidden, *logits = self._products(mixed, products, residual=feature, arrivals=arrivals)
         return hidden, logits[0] if children else None, key, value
+
+    def children(
+        self,
+        params: Params,
+        branch: int,
+        hidden: Float[Array, "B T D"],
+        logits: Float[Array, "B T V"],
+        log_prob: Float[Array, "B T"],
+        ancestors: Bool[Array, "B T S"],
+        level: Int[Array, ""] | int,
+    ) -> Expansion:
+        """The children of a level, given all parameters: see :func:`kernels_pallas.draft_expand` for the arguments."""
+        eagle = params["eagle"]
+        return draft_expand(
+            *(logits, hidden, log_prob, ancestors, level, params["temperature"], params["embedding"]),
+            *(eagle["embedding_norm"]["scale"], eagle["hidden_norm"]["scale"]),
+            None if self.config.draft_vocab_size is None else eagle["draft_to_target"],
+            branch=branch,
+            eps=self.config.norm_eps,
+            implementation=self._beside_products,
+        )
+
+    @property
+    def _beside_products(self) -> Implementation:
+        """The implementation of all that is no product."""
+        return "reference" if self.implementation == "reference" else "triton"
 
     def logits(self, w: EagleWeights, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits over the draft vocabulary."""

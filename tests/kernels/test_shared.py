@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernels_pallas import (
     ancestor_mask,
     draft_attention,
+    draft_expand,
     gdn_prefill,
     gdn_recover,
     gdn_verify,
@@ -45,6 +46,9 @@ def all_ops(nodes: int):
     def multiply(x, weights, **options):
         return stream_matmul(x, [Product(weights)], **options)
 
+    hidden, path = spec(2, level, 16), (spec(2, level), spec(2, level, 3 * level, dtype="bool"))
+    expand = functools.partial(draft_expand, branch=level)
+    expanded = spec(2, level, 50), hidden, *path, spec(dtype="int32"), spec(), spec(60, 24), spec(24), spec(16)
     attended = (spec(2, level, 8 * 64), ring, ring, drafts, drafts, spec(2, level, 3 * level, dtype="bool"), rows)
     return {
         "gdn_verify": (gdn_verify, (*tokens, state, parents, rows)),
@@ -54,6 +58,7 @@ def all_ops(nodes: int):
         "prefill_conv": (prefill_conv, (x, window, weight, rows)),
         "stream_matmul": (multiply, (spec(nodes, 64), spec(128, 64))),
         "draft_attention": (attend, (*attended, spec(dtype="int32"))),
+        "draft_expand": (expand, expanded),
     }
 
 
