@@ -154,9 +154,9 @@ def test_interpreted(name, dtype):
     check(run(*arguments), truth(case, arguments), dtype)
 
 
-@pytest.mark.parametrize("branch", [1, 2, 4, 8])
+@pytest.mark.parametrize("branch", [1, 2, 8])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", [0, 3])
 def test_interpreted_equals_the_reference(level, rows, branch):
     """With the tile of the table; the last chunk holds one logit."""
     case = Case(level=level, rows=rows, branch=branch, vocabulary=4097, target=5000)
@@ -219,7 +219,7 @@ def test_the_best_children_are_found_without_sorting_the_vocabulary():
     assert not re.search(r"\[[\d,]*300\]\S* sort\(", text)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("branch", [1, 4])
 @pytest.mark.parametrize("level", [0, 3])

@@ -267,7 +267,7 @@ def check(outs: Sequence[np.ndarray], inputs: Inputs, bound: float = 2e-6) -> No
     check_shapes(outs, inputs)
     for i, (out, wanted) in enumerate(zip(outs, truth(inputs, outs), strict=True)):
         least = 1e-4 if inputs.before and i == 0 else bound
-        assert error(out[: inputs.tokens], wanted) < (least if out.dtype == jnp.float32 else 2.5e-3)
+        assert error(out[: inputs.tokens], wanted) < (least if out.dtype == jnp.float32 else 2e-3)
 
 
 def same(outs: Sequence[np.ndarray], others: Sequence[np.ndarray], tokens: int) -> None:
@@ -308,7 +308,7 @@ def test_reference_with_tokens_and_weights_in_different_dtypes(ends):
         (out,) = stream_matmul(inputs.x, inputs.products, **inputs.options, implementation="reference")
         assert out.dtype == (tokens_dtype if ends == "residual" else dtype)
         (wanted,) = truth(inputs, [out], dtype)
-        assert error(out, wanted) < (1e-6 if out.dtype == jnp.float32 else 2.5e-3)
+        assert error(out, wanted) < (1e-6 if out.dtype == jnp.float32 else 2e-3)
 
 
 def test_what_is_left_out():
@@ -576,8 +576,7 @@ def test_slots_are_what_fits(kinds, before, rows):
     steps = sum(stage.steps * plan.rounds(stage) for stage in plan.stages)
     assert 2 <= plan.slots <= steps
     assert shared_bytes(plan) <= ROOM == 227 * 1024
-    if kinds == LAYER and before is None:  # the plan has room for what a layer has, whatever there is
-        assert plan.slots == steps or shared_bytes(replace(plan, slots=plan.slots + 1)) > ROOM
+    assert plan.slots == steps or shared_bytes(replace(plan, slots=plan.slots + 1)) > ROOM
 
 
 def test_slots_are_no_more_than_asked_for_and_no_more_than_steps():
