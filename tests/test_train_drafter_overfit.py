@@ -67,7 +67,7 @@ def test_an_overfitted_drafter_reaches_its_teacher_forced_prediction(overfitted)
     report = result.best
     predicted = report["predicted_accepted_length_chain_t0"]
     assert report["accepted_length_chain_t0"] == pytest.approx(predicted, rel=0.05)
-    assert predicted > 3.5
+    assert predicted > 3
     last = [line for line in metrics(out) if "loss" in line][-1]
     assert last["acceptance_by_depth"][0] > 0.8
     # The file decodes as the drafter in training did, but for its rounding to bf16.
