@@ -16,7 +16,7 @@ from benching import Loop
 from jax import lax
 
 from kernels_pallas import stream_matmul
-from kernels_pallas.stream_matmul import Product, pack, pack_gate_up
+from kernels_pallas.stream_matmul import Product, fill_up, no_arrivals, pack, pack_gate_up
 from kernels_pallas.stream_matmul.reference import Ends
 
 FAR_MORE = 2**28  # bytes, than a cache holds
@@ -119,13 +119,12 @@ def layer_loop(setup: Setup, tokens: int, implementation: Any = None) -> Loop:
 
     def step(carry: Any, fixed: Any) -> Any:
         mixed, hidden, made = carry[0], carry[1], []
-        arrivals = jax.new_ref(jnp.zeros((len(fixed), 8), jnp.int32))
+        arrivals = no_arrivals(len(fixed))
         for i, layer in enumerate(fixed):
             products = [matrix.product(weights) for matrix, weights in zip(chain, layer, strict=True)]
             *_, hidden, projected = run(mixed, products, residual=hidden, arrivals=(arrivals, i))
             made.append(projected)
-            mixed = projected[:, : mixed.shape[1]].astype(mixed.dtype)
-            mixed = jnp.pad(mixed, ((0, rows - tokens), (0, 0)))
+            mixed = fill_up(projected[:, : mixed.shape[1]].astype(mixed.dtype))
         return mixed, hidden, made
 
     mixed, hidden = normal(14, rows, named["o"].depth), normal(12, rows, setup.shape.hidden)

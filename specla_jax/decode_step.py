@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import gdn_verify, stream_matmul, tree_conv
 from kernels_pallas.implementations import Implementation
-from kernels_pallas.stream_matmul import COUNTERS, HeadNorm, Product, pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul import HeadNorm, Product, fill_up, no_arrivals, pack, pack_gate_up, pack_rows
 from specla_jax.config import Dtype, TargetConfig
 from specla_jax.state import RecurrentState, TreeFactors
 
@@ -94,8 +94,8 @@ class DecodeStep:
         c, shape = self.config, tokens.shape
         gate = c.value_dim if c.use_gate else 0
         widths = [c.conv_dim + gate + 2 * c.num_v_heads] * c.num_hidden_layers + [c.vocab_size]
-        arrivals = jax.new_ref(jnp.zeros((c.num_hidden_layers, COUNTERS), jnp.int32))
-        h = jnp.take(weights.embeddings, self._fill_up(tokens.reshape(-1)), axis=0, mode="clip").astype(self.dtype)
+        arrivals = no_arrivals(c.num_hidden_layers)
+        h = jnp.take(weights.embeddings, fill_up(tokens.reshape(-1)), axis=0, mode="clip").astype(self.dtype)
         normed = [*(w.in_proj for w in weights.layers), weights.head]
         (y,) = self._products(h, [Product(normed[0], "plain", True, widths[0])], tokens.size)
         outputs, deltas, windows = [], [], []
@@ -150,8 +150,3 @@ class DecodeStep:
     def _products(self, x: Array, products: list[Product], tokens: int, **options: Any) -> tuple[Array, ...]:
         eps = self.config.norm_eps
         return stream_matmul(x, products, tokens=tokens, eps=eps, implementation=self.implementation, **options)
-
-    @staticmethod
-    def _fill_up(x: Array) -> Array:
-        """``x`` with rows of zeros, up to a multiple of 8."""
-        return jnp.pad(x, [(0, -x.shape[0] % 8), *((0, 0) for _ in x.shape[1:])])

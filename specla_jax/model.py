@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import Factors, gates, gdn_prefill, gdn_verify, l2_norm, prefill_conv, tree_conv
+from kernels_pallas.norm import rms_norm
 from specla_jax.config import TargetConfig
 from specla_jax.projection import dot
 from specla_jax.state import RecurrentState, TreeFactors
@@ -36,12 +37,6 @@ def matmul(x: Array, kernel: Array, dtype: str) -> Float[Array, "..."]:
     """
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
     return dot(x.astype(dtype), kernel.astype(dtype), jnp.float32, precision)
-
-
-def rms_norm(x: Array, scale: Array, eps: float) -> Float[Array, "..."]:
-    """Root-mean-square norm over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
 
 def _init_A_log(key: Array, shape: tuple[int, ...]) -> Array:

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ class Programs:
 
     count: int = 0
     seconds: float = 0.0
-    _known: dict[Hashable, Any] = field(default_factory=dict)
-    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _known: dict[Hashable, Future] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def get(self, owner: Hashable, method: str, params: Any, carry: Any) -> Callable[..., Any]:
         """``owner.method(params, carry)`` compiled for arguments of this structure, shape and dtype; donates ``carry``.
@@ -51,7 +52,7 @@ class Programs:
         def compile() -> Any:
             start = time.perf_counter()
             program = jax.jit(getattr(owner, method), donate_argnums=1).lower(params, carry).compile()
-            with self._counting:
+            with self._lock:
                 self.seconds += time.perf_counter() - start
                 self.count += 1
             return program
@@ -59,9 +60,18 @@ class Programs:
         return self.remember((owner, method), params, carry, compile)
 
     def remember(self, key: Hashable, params: Any, carry: Any, compute: Callable[[], Any]) -> Any:
-        """``compute()``, done once for a key and the shapes of the arguments."""
+        """``compute()``, done once for a key and the shapes of the arguments; others who ask meanwhile wait for it."""
         leaves, structure = jax.tree.flatten((params, carry))
         full_key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        if full_key not in self._known:
-            self._known[full_key] = compute()
-        return self._known[full_key]
+        with self._lock:
+            known, mine = self._known.get(full_key), Future()
+            if known is None:
+                self._known[full_key] = mine
+        if known is None:
+            try:
+                mine.set_result(compute())
+            except BaseException as error:
+                with self._lock:
+                    del self._known[full_key]
+                mine.set_exception(error)
+        return (known or mine).result()

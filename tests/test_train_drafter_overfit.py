@@ -30,8 +30,8 @@ def drafts():
 class Greedy(Evaluation):
     """Decodes by the chain at temperature 0 whatever it is asked for: of four programs, the one looked at here."""
 
-    def decode(self, params, method, temperature):
-        return super().decode(params, "chain", 0.0)
+    def _request(self, params, method, temperature, draft=None):
+        return super()._request(params, "chain", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory, drafts):
         progress=False,
     )
     training = DrafterTraining(
-        steps=200, batch=4, length=64, unroll=4, step_weight=1, learning_rate=1e-2, warmup=5, eval_every=200
+        steps=300, batch=4, length=64, unroll=4, step_weight=1, learning_rate=1e-2, warmup=5, eval_every=300
     )
     config = default_config(target, intermediate_size=64)
     decoding = Greedy(target, config, [tokens[:4].tolist() for tokens, _ in texts], 24)
@@ -67,7 +67,7 @@ def test_an_overfitted_drafter_reaches_its_teacher_forced_prediction(overfitted)
     report = result.best
     predicted = report["predicted_accepted_length_chain_t0"]
     assert report["accepted_length_chain_t0"] == pytest.approx(predicted, rel=0.05)
-    assert predicted > 3
+    assert predicted > 3.5
     last = [line for line in metrics(out) if "loss" in line][-1]
     assert last["acceptance_by_depth"][0] > 0.8
     # The file decodes as the drafter in training did, but for its rounding to bf16.

@@ -22,9 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from kernels_pallas.gdn_prefill.triton import SAVED
+from kernels_pallas.norm import rms_norm
 from specla_jax.config import Dtype, TargetConfig
 from specla_jax.errors import UserError
-from specla_jax.model import Block, GatedDeltaNetLM, Linear, matmul, rms_norm
+from specla_jax.model import Block, GatedDeltaNetLM, Linear, matmul
 from specla_jax.projection import project
 from specla_jax.state import RecurrentState
 from train_drafter.data import TokenData, WindowSampler, held_out_windows

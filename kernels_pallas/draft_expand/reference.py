@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.norm import rms_norm
+
 
 class Frontier(NamedTuple):
     """The nodes that the next level grows from, best first.
@@ -45,11 +47,23 @@ class Expansion(NamedTuple):
     frontier: Frontier
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, size: int) -> jax.Array:
-    """The last axis over its root mean square, of ``size`` numbers and zeros beside them, in fp32."""
-    x = x.astype(jnp.float32)
-    mean = jnp.sum(x * x, axis=-1, keepdims=True) / size
-    return x * lax.rsqrt(mean + eps) * scale.astype(jnp.float32)
+def best_children(
+    logits: Float[Array, "B T V"], temperature: Float[Array, ""], branch: int, draft_to_target: Int[Array, " V"] | None
+) -> tuple[Int[Array, "B T branch"], Float[Array, "B T branch"]]:
+    """The likeliest tokens of each node, of the target's vocabulary, and their log-probabilities, best first."""
+    # The softmax of the best alone: of all of them it would write an array as large as the logits. The barrier: XLA
+    # joins the slice below with that of the best, and then, on a CPU, sorts the whole vocabulary.
+    best, token = lax.optimization_barrier(lax.top_k(logits, branch))
+    above = best[..., :1]
+    total = jnp.sum(jnp.exp((logits - above) / temperature), axis=-1, keepdims=True)
+    log_prob = (best - above) / temperature - jnp.log(total)
+    token = token if draft_to_target is None else draft_to_target[token]
+    return token.astype(jnp.int32), log_prob
+
+
+def take(values: Array, index: Array) -> Array:
+    """``take_along_axis`` of indices that are in bounds, which are then not checked."""
+    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
 
 
 def draft_expand(
@@ -69,34 +83,23 @@ def draft_expand(
 ) -> Expansion:
     """See ``api.draft_expand``; the arguments are already checked."""
     rows = logits.shape[0]
-    # The softmax of the best alone: of all of them it would write an array as large as the logits. The barrier: XLA
-    # joins the slice below with that of the best, and then, on a CPU, sorts the whole vocabulary.
-    best, token = lax.optimization_barrier(lax.top_k(logits, branch))
-    above = best[..., :1]
-    total = jnp.sum(jnp.exp((logits - above) / temperature), axis=-1, keepdims=True)
-    step = (best - above) / temperature - jnp.log(total)
-    token = token if draft_to_target is None else draft_to_target[token]
-    tokens = token.astype(jnp.int32).reshape(rows, -1)
+    token, step = best_children(logits, temperature, branch, draft_to_target)
+    tokens = token.reshape(rows, -1)
     children = (log_prob[:, :, None] + step).reshape(rows, -1)
 
     best, chosen = lax.top_k(children, branch)
     parent = chosen // branch
     slot = (level - 1) * branch + parent  # below the root's level 0, where no node has one
     own = jnp.arange(ancestors.shape[2]) == slot[:, :, None]
-    picked = _take(tokens, chosen)
-    feature = _take(hidden, parent[:, :, None])
+    picked = take(tokens, chosen)
+    feature = take(hidden, parent[:, :, None])
     embedded = embedding[picked].astype(hidden.dtype)
-    normed = (rms_norm(x, w, eps, w.size) for x, w in ((embedded, embedding_scale), (feature, hidden_scale)))
+    normed = (rms_norm(x, w, eps) for x, w in ((embedded, embedding_scale), (feature, hidden_scale)))
     frontier = Frontier(
         tokens=picked,
         log_prob=best,
         feature=feature,
-        ancestors=_take(ancestors, parent[:, :, None]) | own,
+        ancestors=take(ancestors, parent[:, :, None]) | own,
         pair=jnp.concatenate([*normed], axis=-1).astype(hidden.dtype),
     )
     return Expansion(tokens, children, chosen, frontier)
-
-
-def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """``take_along_axis`` of indices that are in bounds, which are then not checked."""
-    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")

@@ -22,10 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels_pallas import pallas_triton
-from kernels_pallas.draft_expand.reference import Expansion, Frontier, rms_norm
+from kernels_pallas.draft_expand.reference import Expansion, Frontier
 from kernels_pallas.draft_expand.tiles import Tile, pick
+from kernels_pallas.norm import rms_norm
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "branch", "tile", "interpret"))  # traced once for all levels
 def draft_expand(
     logits: jax.Array,
     hidden: jax.Array,
@@ -45,32 +47,8 @@ def draft_expand(
 ) -> Expansion:
     """See ``api.draft_expand``; the arguments are already checked. ``tile`` None takes the one of the table."""
     rows, nodes, vocabulary = logits.shape
-    tile = tile or pick(rows * nodes, vocabulary)
-    norms = embedding, embedding_scale, hidden_scale
-    arrays = logits, hidden, log_prob, ancestors, level, temperature, *norms, draft_to_target
-    return _launch(*arrays, eps=eps, branch=branch, tile=tile, interpret=interpret)
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "branch", "tile", "interpret"))  # traced once for all levels
-def _launch(
-    logits: jax.Array,
-    hidden: jax.Array,
-    log_prob: jax.Array,
-    ancestors: jax.Array,
-    level: jax.Array,
-    temperature: jax.Array,
-    embedding: jax.Array,
-    embedding_scale: jax.Array,
-    hidden_scale: jax.Array,
-    draft_to_target: jax.Array | None,
-    *,
-    eps: float,
-    branch: int,
-    tile: Tile,
-    interpret: bool,
-) -> Expansion:
-    rows, nodes, vocabulary = logits.shape
     width, slots, both = hidden.shape[2], ancestors.shape[2], embedding.shape[1] + hidden.shape[2]
+    tile = tile or pick(rows * nodes, vocabulary)
     chunks = pl.cdiv(vocabulary, tile.chunk)
 
     def of_node(*shape: int) -> pl.BlockSpec:

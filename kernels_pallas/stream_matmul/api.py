@@ -49,8 +49,8 @@ def stream_matmul(
         residual: of the first product that has one.
         eps: of the norms.
         heads: a norm of x by heads, with a gate, before the first product.
-        arrivals: for the kernel, a reference of int32 zeros [n, 8] and a row of it that no other launch takes. None:
-            the launch makes its own, which takes a launch more.
+        arrivals: for the kernel, what ``no_arrivals`` gives, and a row of it that no other launch takes. None: the
+            launch makes its own, which takes a launch more.
         implementation: "mosaic_gpu" (bf16 on Hopper, at most 64 tokens; see there), "reference", or None for the first
             that can run.
 

@@ -156,6 +156,11 @@ class Plan:
         return any(stage.normed for stage in self.stages)
 
 
+def no_arrivals(launches: int) -> Any:
+    """Counters for that many launches of several products: a reference of int32 zeros, a row each."""
+    return jax.new_ref(jnp.zeros((launches, COUNTERS), jnp.int32))
+
+
 def make_plan(
     products: Sequence[Product],
     tokens: int,
@@ -225,7 +230,7 @@ def stream_matmul(
     weights, gate = tuple(product.weights for product in products), None if heads is None else heads.gate
     if len(products) == 1 and heads is None:
         return _launch(x, residual, gate, weights, None, None, plan, interpret)
-    counters, launch = (jax.new_ref(jnp.zeros((1, COUNTERS), jnp.int32)), 0) if arrivals is None else arrivals
+    counters, launch = (no_arrivals(1), 0) if arrivals is None else arrivals
     # The row is data: as a constant it would make, and compile, another kernel for each launch.
     outs = _launch(x, residual, gate, weights, counters, jnp.full(1, launch, jnp.int32), plan, interpret)
     return outs[-len(products) :]
@@ -292,7 +297,9 @@ def _scratch(plan: Plan, interpret: bool) -> dict[str, Any]:
         "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         "free": plgpu.Barrier(num_barriers=slots),
         "part_smem": plgpu.SMEM((1 + plan.normed, BLOCK, rows), jnp.float32, transforms=transforms),
-        "part_loaded": plgpu.Barrier(num_barriers=2),
+        # A barrier each: of an index, jax 0.11 takes the place twice when it looks for the barrier of another program.
+        "part_loaded": plgpu.Barrier(),
+        "squares_loaded": plgpu.Barrier() if plan.normed else None,
         "part_taken": None if interpret else plgpu.ClusterBarrier(collective_axes=("part",)),
         "square_smem": plgpu.SMEM((rows,), jnp.float32) if plan.normed else None,
         "y_smem": plgpu.SMEM((rows, BLOCK), jnp.float32),
@@ -399,8 +406,10 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
 
     part = lax.axis_index("part")
 
+    arrived = smem["part_loaded"], smem["squares_loaded"]
+
     def received(n: int) -> jax.Array:
-        plgpu.barrier_wait(smem["part_loaded"].at[n])
+        plgpu.barrier_wait(arrived[n])
         return mosaic.load(smem["part_smem"].at[n], plgpu.Layout.WGMMA)
 
     def multiply(i: int, block, start) -> None:
@@ -415,7 +424,7 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
             for n, numbers in enumerate((y, squares)):
                 if numbers is not None:
                     to: dict[str, Any] = {"cluster_idx": 0, "cluster_dim": "part", "optimized": False}
-                    plgpu.async_store_smem(numbers, smem["part_smem"].at[n], smem["part_loaded"].at[n], **to)
+                    plgpu.async_store_smem(numbers, smem["part_smem"].at[n], arrived[n], **to)
             plgpu.barrier_arrive(smem["part_taken"])
 
         @pl.when(part == 0)

@@ -93,6 +93,11 @@ def pack_gate_up(
     return rows.swapaxes(0, 1).reshape(-1, depth)
 
 
+def fill_up(x: Float[Array, "N ..."]) -> Float[Array, "T ..."]:
+    """``x`` with rows of zeros behind it, up to the multiple of 8 that a kernel takes."""
+    return jnp.pad(x, [(0, -x.shape[0] % 8), *((0, 0) for _ in x.shape[1:])])
+
+
 def stream_matmul(
     x: jax.Array,
     products: Sequence[Product],

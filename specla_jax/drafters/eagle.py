@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.draft_attention.reference import held_position
 from kernels_pallas.draft_expand import MAX_BRANCH
+from kernels_pallas.draft_expand.reference import best_children, take
+from kernels_pallas.stream_matmul import no_arrivals
 from specla_jax.config import DraftConfig, Dtype
 from specla_jax.drafters.base import Accepted, Context
 from specla_jax.drafters.eagle_layer import (
@@ -20,7 +22,7 @@ from specla_jax.drafters.eagle_layer import (
     pair_input,
     pair_keys_values,
 )
-from specla_jax.drafters.eagle_step import EagleStep, eagle_weights, no_arrivals, no_drafts
+from specla_jax.drafters.eagle_step import EagleStep, eagle_weights, no_drafts
 from specla_jax.errors import UserError
 from specla_jax.tree import DraftTree, root_only, select_nodes
 
@@ -271,11 +273,11 @@ class EagleDrafter:
         best, chosen = jax.lax.top_k(log_prob, branch)
         parent = chosen // branch
         grown = _Frontier(
-            tokens=_take(tokens, chosen),
-            feature=_take(hidden, parent[:, :, None]),
+            tokens=take(tokens, chosen),
+            feature=take(hidden, parent[:, :, None]),
             log_prob=best,
             pool_index=self._pool_index(level, chosen),
-            ancestors=_take(path, parent[:, :, None]),
+            ancestors=take(path, parent[:, :, None]),
             key=draft_key,
             value=draft_value,
         )
@@ -329,20 +331,8 @@ class EagleDrafter:
         self, params: Params, logits: Float[Array, "B T V"]
     ) -> tuple[Int[Array, "B T branch"], Float[Array, "B T branch"]]:
         """Tokens of the target's vocabulary and their log-probabilities, best first."""
-        # The softmax of the best alone: of all of them it would write an array as large as the logits. The barrier: XLA
-        # joins the slice below with that of the best, and then, on a CPU, sorts the whole vocabulary.
-        best, token = jax.lax.optimization_barrier(jax.lax.top_k(logits, self.draft.branch))
-        above = best[..., :1]
-        total = jnp.sum(jnp.exp((logits - above) / params["temperature"]), axis=-1, keepdims=True)
-        best = (best - above) / params["temperature"] - jnp.log(total)
-        if self.config.draft_vocab_size is not None:
-            token = params["eagle"]["draft_to_target"][token]
-        return token.astype(jnp.int32), best
-
-
-def _take(values: Array, index: Array) -> Array:
-    """``take_along_axis`` of indices that are in bounds, which are then not checked."""
-    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
+        to_target = None if self.config.draft_vocab_size is None else params["eagle"]["draft_to_target"]
+        return best_children(logits, params["temperature"], self.draft.branch, to_target)
 
 
 def _slot_positions(length: Int[Array, " B"], window: int) -> Int[Array, "B window"]:

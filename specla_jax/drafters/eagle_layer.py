@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.draft_attention.reference import rotate as rotate_halves
+from kernels_pallas.norm import rms_norm
 from specla_jax.errors import UserError
 from specla_jax.projection import project
 
@@ -158,7 +159,7 @@ def fuse_features(
     """Hidden states of the target, side by side, to one feature of dtype ``dtype``; zeros stay zero."""
     parts = features.reshape(*features.shape[:-1], config.num_features, config.target_hidden_size)
     if config.feature_norm:
-        parts = _rms_norm(parts, params["feature_norm"]["scale"], config.norm_eps)
+        parts = rms_norm(parts, params["feature_norm"]["scale"], config.norm_eps)
     return _dense(parts.reshape(features.shape).astype(dtype), params["fc"]["kernel"])
 
 
@@ -166,8 +167,8 @@ def pair_input(
     params: Params, config: EagleConfig, embedded: Float[Array, "*n Dt"], feature: Float[Array, "*n D"]
 ) -> Float[Array, "*n both"]:
     """What the attention reads of a pair: [norm(embedding of the token), norm(feature)]."""
-    embedded = _rms_norm(embedded, params["embedding_norm"]["scale"], config.norm_eps)
-    feature_normed = _rms_norm(feature, params["hidden_norm"]["scale"], config.norm_eps)
+    embedded = rms_norm(embedded, params["embedding_norm"]["scale"], config.norm_eps)
+    feature_normed = rms_norm(feature, params["hidden_norm"]["scale"], config.norm_eps)
     return jnp.concatenate([embedded, feature_normed], axis=-1).astype(feature.dtype)
 
 
@@ -220,7 +221,7 @@ def eagle_layer(
     mixed = mixed.reshape(batch, length, -1).astype(feature.dtype)
 
     hidden = feature + _dense(mixed, params["attn"]["o_proj"]["kernel"])
-    normed = _rms_norm(hidden, params["mlp_norm"]["scale"], config.norm_eps).astype(feature.dtype)
+    normed = rms_norm(hidden, params["mlp_norm"]["scale"], config.norm_eps).astype(feature.dtype)
     gate, up = jnp.split(_dense(normed, params["mlp"]["gate_up_proj"]["kernel"]), 2, axis=-1)
     return hidden + _dense(jax.nn.silu(gate) * up, params["mlp"]["down_proj"]["kernel"])
 
@@ -256,15 +257,10 @@ def draft_logits(
     params: Params, config: EagleConfig, hidden: Float[Array, "*n D"], head: Float[Array, "D V"]
 ) -> Float[Array, "*n V"]:
     """Float32 logits over the draft vocabulary; ``head`` is the drafter's own or the target's."""
-    normed = _rms_norm(hidden, params["norm"]["scale"], config.norm_eps).astype(hidden.dtype)
+    normed = rms_norm(hidden, params["norm"]["scale"], config.norm_eps).astype(hidden.dtype)
     if hidden.dtype == jnp.bfloat16:
         return project(normed, head, jnp.float32)
     return _einsum("...d,dv->...v", normed, head.astype(hidden.dtype))
-
-
-def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
 
 def rotate(x: Float[Array, "B T heads dh"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T heads dh"]:

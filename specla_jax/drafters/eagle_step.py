@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas import draft_attention, draft_expand, stream_matmul
 from kernels_pallas.draft_expand import Expansion
 from kernels_pallas.implementations import Implementation
-from kernels_pallas.stream_matmul import COUNTERS, Product, pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul import Product, fill_up, pack, pack_gate_up, pack_rows
 from specla_jax.config import Dtype
 from specla_jax.drafters.eagle_layer import EagleConfig, Params, rotate
 
@@ -144,24 +144,19 @@ class EagleStep:
         """All outputs [B, T, .] of products of x [B, T, .], whose tokens are filled up to rows that a kernel takes."""
         shape, tokens = x.shape[:-1], x.shape[0] * x.shape[1]
 
-        def fill_up(x: Array) -> Array:
-            return jnp.pad(x.reshape(tokens, -1), ((0, -tokens % 8), (0, 0)))
+        def rows(x: Array) -> Array:
+            return fill_up(x.reshape(tokens, -1))
 
         outs = stream_matmul(
-            fill_up(x),
+            rows(x),
             products,
             tokens=tokens,
-            residual=None if residual is None else fill_up(residual),
+            residual=None if residual is None else rows(residual),
             eps=self.config.norm_eps,
             arrivals=arrivals,
             implementation=self.implementation,
         )
         return [out[:tokens].reshape(*shape, -1) for out in outs]
-
-
-def no_arrivals(launches: int) -> Any:
-    """Counters for as many launches of a layer."""
-    return jax.new_ref(jnp.zeros((launches, COUNTERS), jnp.int32))
 
 
 def no_drafts(rows: int, config: EagleConfig, dtype: jax.typing.DTypeLike) -> tuple[tuple[Array, Array], Array]:

@@ -13,10 +13,11 @@ from eagle_weights import weights
 from kernels_pallas import draft_attention
 from kernels_pallas.draft_attention import reference, triton
 from kernels_pallas.draft_attention.tiles import TABLE, Tile, pick
+from kernels_pallas.norm import rms_norm
 from kernels_pallas.tiles import TUNED_ON
 from specla_jax.config import DraftConfig
 from specla_jax.drafters import EagleConfig, EagleDrafter, eagle
-from specla_jax.drafters.eagle_layer import _dense, _rms_norm, pair_input
+from specla_jax.drafters.eagle_layer import _dense, pair_input
 from tests.kernels.lowering import TRITON_CALL, lower_for_cuda
 from tests.kernels.oracle import error
 
@@ -234,7 +235,7 @@ def test_a_level_of_the_drafter(interpreted, dtype, monkeypatch):
         where = frontier.ancestors, length, jnp.int32(level)
         mixed, *drafts = attend(qkv, *ring, *drafts, *where, num_heads=4, theta=config.rope_theta)
         ours = frontier.feature + _dense(mixed, network["attn"]["o_proj"]["kernel"])
-        normed = _rms_norm(ours, network["mlp_norm"]["scale"], config.norm_eps).astype(dtype)
+        normed = rms_norm(ours, network["mlp_norm"]["scale"], config.norm_eps).astype(dtype)
         gate, up = jnp.split(_dense(normed, network["mlp"]["gate_up_proj"]["kernel"]), 2, axis=-1)
         ours += _dense(jax.nn.silu(gate) * up, network["mlp"]["down_proj"]["kernel"])
         bound = {"float32": 1e-6, "bfloat16": 1e-2}[dtype]

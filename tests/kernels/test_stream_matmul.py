@@ -19,8 +19,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import mosaic, stream_matmul
-from kernels_pallas.stream_matmul import COUNTERS, HeadNorm, Product, mosaic_gpu, pack, pack_gate_up, pack_rows
-from kernels_pallas.stream_matmul.mosaic_gpu import COMPILER, ROOM, make_plan
+from kernels_pallas.stream_matmul import HeadNorm, Product, mosaic_gpu, pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul.mosaic_gpu import COMPILER, COUNTERS, ROOM, make_plan, no_arrivals
 from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.oracle import error
 
@@ -493,7 +493,7 @@ def as_on_a_card(detect_races: bool) -> None:
         before, kinds = WITH_HEADS[name] if name in WITH_HEADS else (None, CHAINS[name])
         inputs = make(kinds, tokens, rows, before)
         plan = make_plan(inputs.products, tokens, rows, EPS, 1, heads=inputs.options["heads"])
-        counters = jax.new_ref(jnp.zeros((3, COUNTERS), jnp.int32))
+        counters = no_arrivals(3)
         multiply(inputs, programs=1, arrivals=(counters, 1))
         wanted = np.zeros((3, COUNTERS), np.int32)
         wanted[1, : len(kinds)] = plan.head_blocks, *(stage.blocks for stage in plan.stages[:-1])
@@ -603,7 +603,7 @@ def lowered(inputs: Inputs, *, launches: int = 1, row: Any = 1, **options: Any) 
 
     def op(x, gate, residual, weights):
         given = replace(inputs, x=x, gate=gate, residual=residual, weights=weights)
-        counters = None if row is None else jax.new_ref(jnp.zeros((3, COUNTERS), jnp.int32))
+        counters = None if row is None else no_arrivals(3)
         arrivals = [None if row is None else (counters, row + i) for i in range(launches)]
         return [stream_matmul(x, given.products, arrivals=a, **given.options, **options) for a in arrivals]
 
@@ -660,7 +660,7 @@ def test_the_row_of_arrivals_may_be_traced(on_hopper):
 
     def op(x, residual, weights, row):
         given = replace(inputs, x=x, residual=residual, weights=weights)
-        arrivals = jax.new_ref(jnp.zeros((3, COUNTERS), jnp.int32)), row
+        arrivals = no_arrivals(3), row
         return stream_matmul(x, given.products, arrivals=arrivals, **given.options)
 
     text = lower_for_cuda(op, inputs.x, inputs.residual, inputs.weights, spec(dtype="int32"))
@@ -843,7 +843,7 @@ def test_fewer_programs_on_a_gpu(name):
 def layers(x, gate, h, weights, *, before: Before | None, tokens: int, together: bool):
     """24 layers, whose x is made from what came out of the one before: each in one launch, or in one a product."""
     inputs = Inputs(LAYER, before, tokens, x, gate, h, weights, ())
-    counters = jax.new_ref(jnp.zeros((24, COUNTERS), jnp.int32))
+    counters = no_arrivals(24)
 
     def multiply(x, products, heads, arrivals=None):
         options = inputs.options | {"residual": h, "heads": heads, "arrivals": arrivals}
