@@ -18,6 +18,7 @@ from kernels_pallas.ancestors import ancestor_mask
 from kernels_pallas.draft_attention.api import draft_attention
 from kernels_pallas.draft_expand.api import draft_expand
 from kernels_pallas.factors import Factors
+from kernels_pallas.gated_norm.api import gated_norm
 from kernels_pallas.gdn_prefill.api import gdn_prefill
 from kernels_pallas.gdn_recover.api import gdn_recover
 from kernels_pallas.gdn_verify.api import gdn_verify
@@ -31,6 +32,7 @@ __all__ = [
     "ancestor_mask",
     "draft_attention",
     "draft_expand",
+    "gated_norm",
     "gates",
     "gdn_prefill",
     "gdn_recover",

@@ -51,6 +51,27 @@ def load(ref, layout, optimized: bool = False) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyrefly: ignore[missing-argument]
 
 
+def load_of(ref, layout, *, axis: int, program: int) -> jax.Array:
+    """What ``ref`` of another program of the cluster holds, ``load``ed from there: the one at ``program`` of an axis.
+
+    Between the other's stores and this there must be ``commit_smem``, by which they are in shared memory, and a barrier
+    of the cluster. A release for the cluster would do the same, and wait for all of global memory besides.
+    """
+    made = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=made)
+    def read(_, ref):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import gpu
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+
+        theirs = utils.get_cluster_ref(ref, gpu.Dimension(axis), utils.c(program, ir.IndexType.get()))
+        return mgpu.FragmentedArray.load_untiled(theirs, layout=layout.to_mgpu(), optimized=False)
+
+    return read(ref)
+
+
 def meet() -> None:
     """A barrier of the warpgroup, for what plain stores hand to plain loads.
 
@@ -68,7 +89,9 @@ def multiprocessors() -> int:
 def arrive(counter) -> None:
     """Add 1 to ``counter``, an int32 in global memory.
 
-    What the program has copied to global memory, and waited for, is seen by whoever ``wait_for`` lets pass.
+    What the warpgroup has written to global memory before a barrier of its own, or copied and waited for, is seen by
+    whoever ``wait_for`` lets pass. The release is needed for copies too: others do not always see at once what the wait
+    for a copy says is there.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -91,7 +114,7 @@ def wait_for(counter, count: int) -> None:
             ld.acquire.gpu.global.s32 seen, [$1];
             setp.lt.s32 few, seen, $2;
             @few bra again_${:uid};
-            fence.proxy.async;
+            fence.proxy.async.global;
             past_${:uid}:
         }"""
         _by_one_thread(ref, [count], asm)

@@ -2,8 +2,8 @@
 
 A few tokens times a large matrix takes the time of reading the matrix. So every matrix lies as its reader wants it, one
 array each, with the scale of the norm before it. The products from a layer's o_proj to the next one's in_proj, or to
-the head, with the gated norm before them, are one launch (``kernels_pallas.stream_matmul``), which reads one matrix
-while another ends. Between such launches are only convolution and gates, and the delta rule.
+the head, are one launch (``kernels_pallas.stream_matmul``), which reads one matrix while another ends. Between such
+launches are only convolution and gates, the delta rule, and the gated norm.
 
 Letters as in ``model.py``; P rows of packed weights, T those of the tokens B N, filled up to a multiple of 8.
 """
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import gdn_verify, stream_matmul, tree_conv
+from kernels_pallas import gated_norm, gdn_verify, stream_matmul, tree_conv
 from kernels_pallas.implementations import Implementation
-from kernels_pallas.stream_matmul import HeadNorm, Product, fill_up, no_arrivals, pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul import Product, fill_up, no_arrivals, pack, pack_gate_up, pack_rows
 from specla_jax.config import Dtype, TargetConfig
 from specla_jax.state import RecurrentState, TreeFactors
 
@@ -29,6 +29,7 @@ class LayerWeights(NamedTuple):
     conv: Float[Array, "W C"] | None
     A_log: Float[Array, " HV"]
     dt_bias: Float[Array, " HV"]
+    o_norm: Float[Array, " dv"]
     o_proj: Float[Array, "P value_dim"]
     gate_up: Float[Array, "P D"]
     down: Float[Array, "P I"]
@@ -53,7 +54,8 @@ def decode_weights(params: Any, config: TargetConfig, dtype: Dtype) -> DecodeWei
             conv=attn["conv"]["kernel"] if config.use_short_conv else None,
             A_log=attn["A_log"],
             dt_bias=attn["dt_bias"],
-            o_proj=pack(attn["o_proj"]["kernel"], dtype, jnp.tile(attn["o_norm"]["scale"], config.num_v_heads)),
+            o_norm=attn["o_norm"]["scale"],
+            o_proj=pack(attn["o_proj"]["kernel"], dtype),
             gate_up=pack_gate_up(gate, up, dtype, block["mlp_norm"]["scale"]),
             down=pack(mlp["down_proj"]["kernel"], dtype),
         )
@@ -107,9 +109,7 @@ class DecodeStep:
                 Product(w.down, "residual", False, c.hidden_size),
                 Product(normed[i + 1], "plain", True, widths[i + 1]),
             ]
-            heads = HeadNorm(c.head_v_dim, y if c.use_gate else None, c.conv_dim)
-            options = {"residual": h, "heads": heads, "arrivals": (arrivals, i)}
-            *_, h, y = self._products(o, products, tokens.size, **options)
+            *_, h, y = self._products(o, products, tokens.size, residual=h, arrivals=(arrivals, i))
             outputs.append(h)
             deltas.append(delta)
             windows.append(window)
@@ -126,7 +126,7 @@ class DecodeStep:
         num_nodes: Int[Array, " B"],
         state: RecurrentState,
         layer: int,
-    ) -> tuple[Float[Array, "BN value_dim"], Any, Array]:
+    ) -> tuple[Float[Array, "T value_dim"], Any, Array]:
         """What stands between in_proj, which gave ``y``, and o_proj."""
         c = self.config
         t = tree_conv(
@@ -145,7 +145,10 @@ class DecodeStep:
             layer=layer,
         )
         o, delta = gdn_verify(t.q, t.k, t.v, t.log_decay, t.beta, state.S, parents, num_nodes, layer=layer)
-        return o.reshape(-1, c.value_dim), delta, t.inputs
+        tokens = o.shape[0] * o.shape[1]
+        gate = y.reshape(tokens, -1) if c.use_gate else None
+        x = gated_norm(o.reshape(tokens, *o.shape[2:]), gate, w.o_norm, start=c.conv_dim, eps=c.norm_eps)
+        return x, delta, t.inputs
 
     def _products(self, x: Array, products: list[Product], tokens: int, **options: Any) -> tuple[Array, ...]:
         eps = self.config.norm_eps

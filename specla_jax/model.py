@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import Factors, gates, gdn_prefill, gdn_verify, l2_norm, prefill_conv, tree_conv
+from kernels_pallas.gated_norm.reference import gate_heads
 from kernels_pallas.norm import rms_norm
 from specla_jax.config import TargetConfig
 from specla_jax.projection import dot
@@ -168,11 +169,8 @@ class GatedDeltaNet(nn.Module):
     def _finish(self, o: Float[Array, "B T HV dv"], y: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
         """From the outputs of the rule, and the gate in the projection ``y``, to the output of the mixer."""
         c = self.config
-        o = self.o_norm(o)
-        if c.use_gate:
-            gate = y[..., c.conv_dim : c.conv_dim + c.value_dim].astype(self.dtype)
-            o = o * jax.nn.silu(gate.astype(jnp.float32)).reshape(o.shape)
-        return self.o_proj(o.reshape(*o.shape[:-2], c.value_dim))
+        gate = y[..., c.conv_dim : c.conv_dim + c.value_dim] if c.use_gate else None
+        return self.o_proj(gate_heads(self.o_norm(o), gate, self.dtype))
 
 
 class MLP(nn.Module):

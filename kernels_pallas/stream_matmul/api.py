@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 from kernels_pallas.implementations import Implementation, choose
 from kernels_pallas.shapes import check_rank, check_shape
 from kernels_pallas.stream_matmul import mosaic_gpu, reference
-from kernels_pallas.stream_matmul.reference import BLOCK, HeadNorm, Product
+from kernels_pallas.stream_matmul.reference import BLOCK, Product
 
-__all__ = ["HeadNorm", "Product", "stream_matmul"]
+__all__ = ["Product", "stream_matmul"]
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
 
@@ -30,7 +30,6 @@ def stream_matmul(
     tokens: int | None = None,
     residual: Float[Array, "T D"] | None = None,
     eps: float | None = None,
-    heads: HeadNorm | None = None,
     arrivals: tuple[Any, int] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Array, ...]:
@@ -42,13 +41,11 @@ def stream_matmul(
     is fp32 for a plain product, in the dtype of the residual or of the weights for the others.
 
     Args:
-        x: bf16 or fp32. T is a multiple of 8 for the kernel; rows from ``tokens`` on may hold any numbers. With
-            ``heads`` it has only the N rows.
+        x: bf16 or fp32. T is a multiple of 8 for the kernel; rows from ``tokens`` on may hold any numbers.
         products: one or more; only the last may be plain.
         tokens: N, 1 to T; the rows of a plain output. The other outputs have T rows. None for T.
         residual: of the first product that has one.
         eps: of the norms.
-        heads: a norm of x by heads, with a gate, before the first product.
         arrivals: for the kernel, what ``no_arrivals`` gives, and a row of it that no other launch takes. None: the
             launch makes its own, which takes a launch more.
         implementation: "mosaic_gpu" (bf16 on Hopper, at most 64 tokens; see there), "reference", or None for the first
@@ -59,9 +56,6 @@ def stream_matmul(
     """
     check_rank("x", x, "T K")
     rows, depth = x.shape
-    if heads is not None:
-        _check_heads(heads, x, tokens, eps)
-        rows = rows if residual is None else residual.shape[0]
     tokens = rows if tokens is None else tokens
     if not 1 <= tokens <= rows:
         raise ValueError(f"tokens must be 1 to the {rows} rows, got {tokens}")
@@ -79,27 +73,11 @@ def stream_matmul(
     run = choose(
         *("stream_matmul", implementation),
         {"mosaic_gpu": mosaic_gpu.stream_matmul, "reference": reference.stream_matmul},
-        {"mosaic_gpu": mosaic_gpu.why_not(rows, x, products, residual, heads)},
+        {"mosaic_gpu": mosaic_gpu.why_not(rows, x, products, residual)},
     )
     if run is mosaic_gpu.stream_matmul:
-        return mosaic_gpu.stream_matmul(x, products, residual, tokens, eps, heads, arrivals)
-    return reference.stream_matmul(x, products, residual, tokens, eps, heads)
-
-
-def _check_heads(heads: HeadNorm, x: Array, tokens: int | None, eps: float | None) -> None:
-    """Raises ValueError unless the norm by heads fits x [N, K]."""
-    count, width = x.shape
-    if tokens not in (None, count):
-        raise ValueError(f"x must have {tokens} rows, as tokens says, got {count}")
-    if heads.size < 1 or width % heads.size:
-        raise ValueError(f"heads.size must divide the {width} columns of x, got {heads.size}")
-    if eps is None:
-        raise ValueError("eps must be given for heads")
-    if heads.gate is not None:
-        check_rank("heads.gate", heads.gate, "N width")
-        least = heads.start + width
-        if heads.start < 0 or heads.gate.shape[0] != count or heads.gate.shape[1] < least:
-            raise ValueError(f"heads.gate must be [{count}, {least} or more], got {list(heads.gate.shape)}")
+        return mosaic_gpu.stream_matmul(x, products, residual, tokens, eps, arrivals)
+    return reference.stream_matmul(x, products, residual, tokens, eps)
 
 
 def _check(name: str, product: Product, depth: int, *, last: bool, residual: Any, eps: float | None) -> None:

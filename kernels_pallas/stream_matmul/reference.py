@@ -44,19 +44,6 @@ class Product(NamedTuple):
         return most if self.features is None else self.features
 
 
-class HeadNorm(NamedTuple):
-    """What becomes of x before the first product: x / sqrt(mean(x^2) + eps) by heads, times silu(gate) if there is one.
-
-    Attributes:
-        size: of a head; the scale of the norm goes into the weights.
-        gate: [N, width] fp32 that holds the gate, rounded like x, from the column ``start`` on.
-    """
-
-    size: int
-    gate: Float[Array, "N width"] | None = None
-    start: int = 0
-
-
 def pack(
     kernel: Float[Array, "K M"], dtype: jax.typing.DTypeLike = jnp.bfloat16, scale: Float[Array, " K"] | None = None
 ) -> Float[Array, "P K"]:
@@ -104,13 +91,9 @@ def stream_matmul(
     residual: jax.Array | None,
     tokens: int,
     eps: float | None,
-    heads: HeadNorm | None = None,
 ) -> tuple[jax.Array, ...]:
     """See ``api.stream_matmul``; the arguments are already checked."""
     outs = []
-    if heads is not None and eps is not None:
-        x = _head_norm(x, heads, eps, products[0].weights.dtype)
-        x = jnp.pad(x, ((0, (tokens if residual is None else residual.shape[0]) - tokens), (0, 0)))
     for product in products:
         y = _product(x, product, eps)
         if product.ends == "swiglu":
@@ -122,15 +105,6 @@ def stream_matmul(
         x = y
         outs.append(y[:tokens] if product.ends == "plain" else y)
     return tuple(outs)
-
-
-def _head_norm(x: jax.Array, heads: HeadNorm, eps: float, dtype: jax.typing.DTypeLike) -> jax.Array:
-    wide = x.astype(jnp.float32).reshape(x.shape[0], -1, heads.size)
-    wide = (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)).reshape(x.shape)
-    if heads.gate is not None:
-        gate = heads.gate[:, heads.start : heads.start + x.shape[1]].astype(dtype).astype(jnp.float32)
-        wide = wide * jax.nn.silu(gate)
-    return wide.astype(dtype)
 
 
 def _product(x: jax.Array, product: Product, eps: float | None) -> jax.Array:

@@ -19,7 +19,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import mosaic, stream_matmul
-from kernels_pallas.stream_matmul import HeadNorm, Product, mosaic_gpu, pack, pack_gate_up, pack_rows
+from kernels_pallas.stream_matmul import Product, fill_up, mosaic_gpu, pack, pack_gate_up, pack_rows
 from kernels_pallas.stream_matmul.mosaic_gpu import COMPILER, COUNTERS, ROOM, make_plan, no_arrivals
 from tests.kernels.lowering import lower_for_cuda
 from tests.kernels.oracle import error
@@ -47,21 +47,10 @@ class Kind:
         return Product(weights, self.ends, self.normed, self.features)
 
 
-@dataclass(frozen=True)
-class Before:
-    """A norm of x by heads; ``start`` of its gate in a wider array, None without one."""
-
-    size: int
-    start: int | None = None
-
-    def of(self, gate) -> HeadNorm:
-        return HeadNorm(self.size) if self.start is None else HeadNorm(self.size, gate, self.start)
-
-
 # Of m-a-p/1.3B-100B-GatedDeltaNet-pure and its drafter.
 O, GATE_UP = Kind(2048, 2048, "residual"), Kind(2048, 5632, "swiglu", True)
 DOWN, IN = Kind(5632, 2048, "residual"), Kind(2048, 8208, normed=True)
-LAYER, HEADS = (O, GATE_UP, DOWN, IN), Before(256, 6144)
+LAYER = O, GATE_UP, DOWN, IN
 LARGE = {
     **{"o": (O,), "gate_up": (GATE_UP,), "down": (DOWN,), "in": (IN,)},
     "head": (Kind(2048, 32000, normed=True),),
@@ -87,13 +76,7 @@ CHAINS = {
     ),
     "residuals": (*(Kind(512, 512, "residual", i > 0) for i in range(3)), Kind(512, 72)),
 }
-WITH_HEADS = {
-    "heads": (Before(64), (Kind(512, 72),)),
-    "gated_heads": (Before(128, 20), (Kind(512, 72),)),
-    "heads_residual": (Before(256, 512), (Kind(1024, 64, "residual"),)),
-    "heads_chain": (Before(128, 0), (Kind(512, 512, "residual"), Kind(512, 136, normed=True))),
-}
-# Tokens and rows: the last ones of padding, which may be all that a block of the norm by heads has.
+# Tokens and rows, the last of which may be padding.
 TOKENS = ((1, 8), (13, 16), (33, 40), (40, 64), (64, 64))
 RAGGED = {
     "plain": (Kind(192, 136),),
@@ -113,17 +96,14 @@ RAGGED = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """x, the gate of the norm by heads and the first residual, or None; packed weights.
+    """x and the first residual, or None, of T rows; packed weights.
 
-    Arrays have T rows, but x and the gate N where there is a norm by heads. ``kernels``: [K, M], for SwiGLU [K, 2 M],
-    with the scale of the norm, which is not rounded.
+    ``kernels``: [K, M], for SwiGLU [K, 2 M], with the scale of the norm, which is not rounded.
     """
 
     kinds: tuple[Kind, ...]
-    before: Before | None
     tokens: int
     x: jax.Array
-    gate: jax.Array | None
     residual: jax.Array | None
     weights: tuple[jax.Array, ...]
     kernels: tuple[np.ndarray, ...]
@@ -135,19 +115,13 @@ class Inputs:
     @property
     def options(self) -> dict[str, Any]:
         """Of the op."""
-        heads = None if self.before is None else self.before.of(self.gate)
-        return {"tokens": self.tokens, "residual": self.residual, "eps": EPS, "heads": heads}
+        return {"tokens": self.tokens, "residual": self.residual, "eps": EPS}
 
     def first(self, tokens: int) -> "Inputs":
         """The same for the first tokens alone, in as few rows as there may be."""
         rows = filled(tokens)
-        return replace(
-            self,
-            tokens=tokens,
-            x=self.x[: rows if self.before is None else tokens],
-            gate=None if self.gate is None else self.gate[:tokens],
-            residual=None if self.residual is None else self.residual[:rows],
-        )
+        residual = None if self.residual is None else self.residual[:rows]
+        return replace(self, tokens=tokens, x=self.x[:rows], residual=residual)
 
 
 def filled(tokens: int) -> int:
@@ -171,7 +145,6 @@ def make(
     kinds: Sequence[Kind],
     tokens: int,
     rows: int | None = None,
-    before: Before | None = None,
     *,
     dtype=jnp.bfloat16,
     tokens_dtype=jnp.bfloat16,
@@ -184,33 +157,17 @@ def make(
         return rng.standard_normal(shape, np.float32)
 
     x = jnp.asarray(3 * normal(rows, kinds[0].depth)).astype(tokens_dtype)
-    gate = None
-    if before is not None:
-        x = x[:tokens]
-        if before.start is not None:
-            gate = jnp.asarray(normal(tokens, before.start + kinds[0].depth + 16))
     widths = [kind.features for kind in kinds if kind.ends == "residual"]
     residual = jnp.asarray(normal(rows, widths[0])).astype(tokens_dtype) if widths else None
     weights, kernels = [], []
-    for i, kind in enumerate(kinds):
+    for kind in kinds:
         kernel = normal(kind.depth, kind.features * (2 if kind.ends == "swiglu" else 1)) * kind.depth**-0.5
-        scale = 1 + 0.2 * normal(kind.depth) if kind.normed or (before and i == 0) else None
+        scale = 1 + 0.2 * normal(kind.depth) if kind.normed else None
         parts = jnp.split(jnp.asarray(kernel), 2, axis=1) if kind.ends == "swiglu" else [jnp.asarray(kernel)]
         packing = pack_gate_up if kind.ends == "swiglu" else pack
         weights.append(packing(*parts, dtype, None if scale is None else jnp.asarray(scale)))
         kernels.append(kernel if scale is None else kernel * scale[:, None])
-    return Inputs(tuple(kinds), before, tokens, x, gate, residual, tuple(weights), tuple(kernels))
-
-
-def normed_heads(inputs: Inputs, dtype) -> np.ndarray:
-    """What the first product multiplies."""
-    x = wide(inputs.x)
-    heads = x.reshape(x.shape[0], -1, inputs.before.size)
-    x = (heads / rms(heads)).reshape(x.shape)
-    if inputs.gate is not None:
-        gate = np.asarray(inputs.gate)[:, inputs.before.start : inputs.before.start + x.shape[1]]
-        x = x * silu(wide(gate.astype(dtype)))
-    return x.astype(dtype)
+    return Inputs(tuple(kinds), tokens, x, residual, tuple(weights), tuple(kernels))
 
 
 def truth(inputs: Inputs, outs: Sequence[np.ndarray], dtype=jnp.bfloat16) -> Iterator[np.ndarray]:
@@ -218,8 +175,7 @@ def truth(inputs: Inputs, outs: Sequence[np.ndarray], dtype=jnp.bfloat16) -> Ite
 
     Operands are rounded to ``dtype``.
     """
-    x = np.asarray(inputs.x[: inputs.tokens]) if inputs.before is None else normed_heads(inputs, dtype)
-    h = inputs.residual
+    x, h = np.asarray(inputs.x[: inputs.tokens]), inputs.residual
     for kind, kernel, out in zip(inputs.kinds, inputs.kernels, outs, strict=True):
         y = wide(x.astype(dtype)) @ wide(kernel.astype(dtype))
         if kind.normed:
@@ -233,24 +189,23 @@ def truth(inputs: Inputs, outs: Sequence[np.ndarray], dtype=jnp.bfloat16) -> Ite
 
 
 def check_shapes(outs: Sequence[Any], inputs: Inputs, dtype=jnp.bfloat16) -> None:
-    rows = inputs.x.shape[0] if inputs.residual is None else inputs.residual.shape[0]
     for kind, out in zip(inputs.kinds, outs, strict=True):
         plain = kind.ends == "plain"
-        assert out.shape == (inputs.tokens if plain else rows, kind.features)
+        assert out.shape == (inputs.tokens if plain else inputs.x.shape[0], kind.features)
         assert out.dtype == (jnp.float32 if plain else dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("kinds", "before", "tokens", "programs", "slots", "interpret"))
-def launch(x, gate, residual, weights, *, kinds, before, tokens, programs=None, slots=None, interpret=False):
-    inputs = Inputs(kinds, before, tokens, x, gate, residual, weights, ())
+@functools.partial(jax.jit, static_argnames=("kinds", "tokens", "programs", "slots", "interpret"))
+def launch(x, residual, weights, *, kinds, tokens, programs=None, slots=None, interpret=False):
+    inputs = Inputs(kinds, tokens, x, residual, weights, ())
     tiles = {"programs": programs, "slots": slots, "interpret": interpret}
     return mosaic_gpu.stream_matmul(x, inputs.products, **inputs.options, **tiles)
 
 
 def run(inputs: Inputs, **options: Any) -> list[np.ndarray]:
     """On a GPU."""
-    arrays = inputs.x, inputs.gate, inputs.residual, inputs.weights
-    outs = launch(*arrays, kinds=inputs.kinds, before=inputs.before, tokens=inputs.tokens, **options)
+    arrays = inputs.x, inputs.residual, inputs.weights
+    outs = launch(*arrays, kinds=inputs.kinds, tokens=inputs.tokens, **options)
     return [np.asarray(out) for out in outs]
 
 
@@ -260,14 +215,10 @@ def interpreted(inputs: Inputs, *, programs=4, slots=2) -> list[np.ndarray]:
 
 
 def check(outs: Sequence[np.ndarray], inputs: Inputs, bound: float = 2e-6) -> None:
-    """fp32 outputs miss what fp32 sums miss, more on tensor cores, which cut; the others are rounded to bf16.
-
-    So is what a norm by heads gives, where float64 may round to another neighbour.
-    """
+    """fp32 outputs miss what fp32 sums miss, more on tensor cores, which cut; the others are rounded to bf16."""
     check_shapes(outs, inputs)
-    for i, (out, wanted) in enumerate(zip(outs, truth(inputs, outs), strict=True)):
-        least = 1e-4 if inputs.before and i == 0 else bound
-        assert error(out[: inputs.tokens], wanted) < (least if out.dtype == jnp.float32 else 2e-3)
+    for out, wanted in zip(outs, truth(inputs, outs), strict=True):
+        assert error(out[: inputs.tokens], wanted) < (bound if out.dtype == jnp.float32 else 2e-3)
 
 
 def same(outs: Sequence[np.ndarray], others: Sequence[np.ndarray], tokens: int) -> None:
@@ -286,21 +237,6 @@ def test_reference_against_float64(name, tokens, rows):
         check_shapes(outs, inputs, dtype)
         for out, wanted in zip(outs, truth(inputs, outs, jnp.float32), strict=True):
             assert error(out[:tokens], wanted) < bound
-
-
-@pytest.mark.parametrize("before", [Before(24), Before(64, 0), Before(192, 5)])
-def test_reference_of_a_norm_by_heads(before):
-    """x has the tokens alone, the residual padding too."""
-    kinds = (Kind(192, 72, "residual"), Kind(72, 40, normed=True))
-    for dtype, bound in ((jnp.bfloat16, 2.5e-3), (jnp.float32, 1e-6)):
-        inputs = make(kinds, 5, 13, before, dtype=dtype, tokens_dtype=dtype)
-        outs = stream_matmul(inputs.x, inputs.products, **inputs.options, implementation="reference")
-        check_shapes(outs, inputs, dtype)
-        for out, wanted in zip(outs, truth(inputs, outs, dtype), strict=True):
-            assert error(out[:5], wanted) < bound
-    inputs = make([Kind(192, 72)], 5, before=before)  # an output that is not rounded shows what was
-    (out,) = stream_matmul(inputs.x, inputs.products, **inputs.options, implementation="reference")
-    assert error(out, next(truth(inputs, [out]))) < 1e-4
 
 
 @pytest.mark.parametrize("ends", ["residual", "swiglu"])
@@ -377,24 +313,6 @@ def test_chains_against_float64(name, tokens, rows):
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize(
-    ("name", "tokens", "rows"),
-    [
-        ("heads", 16, 16),
-        ("gated_heads", 8, 8),
-        ("heads_residual", 1, 8),
-        ("heads_residual", 13, 16),
-        ("heads_chain", 17, 40),
-    ],
-)
-def test_norms_by_heads_against_float64(name, tokens, rows):
-    """Blocks of eight tokens, of fewer, and of none. Without a residual there is no padding."""
-    before, kinds = WITH_HEADS[name]
-    inputs = make(kinds, tokens, rows, before)
-    check(interpreted(inputs), inputs)
-
-
-@needs_jax_0_11
 def test_rows_beyond_the_tokens_do_not_show():
     inputs = make(SMALL["residual_normed"], 13)
     beyond = jnp.arange(16)[:, None] >= 13
@@ -439,24 +357,23 @@ def test_the_order_of_the_sums(tokens):
     wanted = sum(parts[:4]) + sum(parts[4:])
     for other in (sum(parts), sum(parts[3::-1]) + sum(parts[:3:-1]), sum(parts[::2]) + sum(parts[1::2])):
         assert (wanted != other).mean() > 0.2
-    arrays = jnp.asarray(x, jnp.bfloat16), None, None, (pack(jnp.asarray(kernel)),)
-    inputs = Inputs((Kind(2048, 64),), None, 64, *arrays, ())
+    arrays = jnp.asarray(x, jnp.bfloat16), None, (pack(jnp.asarray(kernel)),)
+    inputs = Inputs((Kind(2048, 64),), 64, *arrays, ())
     (out,) = interpreted(inputs.first(tokens), programs=2, slots=3)
     np.testing.assert_array_equal(out, wanted[:tokens])
 
 
 def as_on_a_card(detect_races: bool) -> None:
-    """Interprets all of a program, three warpgroups at a time, which takes the whole depth: there are no neighbours.
+    """Interprets a pair of programs, all six warpgroups at a time, and the next pair after it.
 
-    The interpreter cannot send anything to one. What would come from there are zeros, and there is nothing to wait for.
-    As there is one program, the counters are plain numbers. To be run in a process of its own, for what it changes, and
-    where XLA has threads enough for three that wait.
+    As nothing else runs beside a pair, the counters are plain numbers. To be run in a process of its own, for what it
+    changes, and where XLA has threads enough for six that wait.
     """
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 
-    kernel, barrier_wait, deallocate = plgpu.kernel, plgpu.barrier_wait, shared_memory.Barrier.deallocate
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    kernel, get, deallocate = plgpu.kernel, interpreter._interpret_get_p, shared_memory.Barrier.deallocate
     params = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="zero")
-    slots = 3  # unlike the barriers of what neighbours send
 
     def wait_for(counter, count: int) -> None:
         jax.lax.while_loop(lambda seen: seen < count, lambda _: counter[...], counter[...])
@@ -464,39 +381,47 @@ def as_on_a_card(detect_races: bool) -> None:
     def arrive(counter) -> None:
         counter[...] = counter[...] + 1
 
-    def wait(barrier, *args, **options) -> None:
-        if getattr(barrier, "ref", barrier).shape != (2,):
-            barrier_wait(barrier, *args, **options)
+    def load_of(ref, layout, *, axis: int, program: int) -> jax.Array:
+        assert (axis, program) == (0, 1)
+        return plgpu.load(ref, layout=layout, optimized=True)  # unlike all others: the mark for ``get_of``
+
+    def get_of(self, eqn, token, get_invals):
+        def invals():
+            key, *others = get_invals()
+            return [key.at[2].set(1), *others]  # the third number says whose memory it is
+
+        return get(self, eqn, token, invals if eqn.params.get("optimized") else get_invals)
 
     def forgiving(barrier) -> None:
-        """Nobody waits for the last slots to be free, which the interpreter takes for an error."""
-        if barrier.ref_count == 1:
+        """Nobody waits for the last slots to be free, which the interpreter takes for an error.
+
+        What a pair meets at, which takes two arrivals, must have been waited for.
+        """
+        if barrier.ref_count == 1 and barrier.num_arrivals == 1:
             barrier.last_observed_phase_by_thread.clear()
         deallocate(barrier)
 
-    mosaic_gpu.PARTS = 1
-    mosaic.arrive, mosaic.wait_for, plgpu.barrier_wait = arrive, wait_for, wait
-    plgpu.async_store_smem = lambda *args, **options: None
+    mosaic.arrive, mosaic.wait_for, mosaic.load_of = arrive, wait_for, load_of
     plgpu.kernel = lambda *args, **options: kernel(*args, **options | {"interpret": params})
-    shared_memory.Barrier.deallocate = forgiving
+    interpreter._interpret_get_p, shared_memory.Barrier.deallocate = get_of, forgiving
 
     def multiply(inputs: Inputs, **options: Any) -> None:
-        outs = mosaic_gpu.stream_matmul(inputs.x, inputs.products, **inputs.options, **options, slots=slots)
+        outs = mosaic_gpu.stream_matmul(inputs.x, inputs.products, **inputs.options, **options, slots=3)
         check([np.asarray(out) for out in outs], inputs)
 
-    if detect_races:  # it does not see that a number was read before a barrier: not with a norm
-        for ends in ("plain", "residual", "swiglu"):
-            multiply(make([Kind(1024, 96 if ends == "swiglu" else 192, ends)], 8), programs=2)
-            assert not gpu_callbacks.get_races().races_found, ends
+    if detect_races:  # it does not see that a norm has read x before a slot is filled again: with a norm, none is
+        normed = Kind(512, 200, normed=True)
+        for kind in (Kind(1024, 200), Kind(1024, 256, "residual"), Kind(1024, 128, "swiglu"), normed):
+            multiply(make([kind], 8), programs=4)
+            assert not gpu_callbacks.get_races().races_found, kind
         return
-    for name, tokens, rows in (("small_layer", 5, 8), ("residuals", 40, 40), ("heads_chain", 13, 16)):
-        before, kinds = WITH_HEADS[name] if name in WITH_HEADS else (None, CHAINS[name])
-        inputs = make(kinds, tokens, rows, before)
-        plan = make_plan(inputs.products, tokens, rows, EPS, 1, heads=inputs.options["heads"])
+    for name, tokens, rows in (("small_layer", 5, 8), ("residuals", 40, 40)):
+        inputs = make(CHAINS[name], tokens, rows)
+        plan = make_plan(inputs.products, tokens, rows, EPS, 2)
         counters = no_arrivals(3)
-        multiply(inputs, programs=1, arrivals=(counters, 1))
+        multiply(inputs, programs=2, arrivals=(counters, 1))
         wanted = np.zeros((3, COUNTERS), np.int32)
-        wanted[1, : len(kinds)] = plan.head_blocks, *(stage.blocks for stage in plan.stages[:-1])
+        wanted[1, : len(plan.stages) - 1] = [stage.blocks for stage in plan.stages[:-1]]
         np.testing.assert_array_equal(counters[...], wanted)
 
 
@@ -516,32 +441,25 @@ def spec(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def specs(kinds: Sequence[Kind], tokens: int, rows: int | None = None, before: Before | None = None) -> Inputs:
+def specs(kinds: Sequence[Kind], tokens: int, rows: int | None = None) -> Inputs:
     """Inputs without numbers."""
-    rows, depth = filled(tokens) if rows is None else rows, kinds[0].depth
-    gate = spec(tokens, before.start + depth + 16, dtype="float32") if before and before.start is not None else None
+    rows = filled(tokens) if rows is None else rows
     residual = next((spec(rows, kind.features) for kind in kinds if kind.ends == "residual"), None)
     weights = tuple(spec(kind.packed, kind.depth) for kind in kinds)
-    return Inputs(tuple(kinds), before, tokens, spec(tokens if before else rows, depth), gate, residual, weights, ())
+    return Inputs(tuple(kinds), tokens, spec(rows, kinds[0].depth), residual, weights, ())
 
 
-def plan_of(
-    kinds: Sequence[Kind], rows: int = 16, before: Before | None = None, programs: int = 132, slots: int | None = None
-) -> mosaic_gpu.Plan:
-    inputs = specs(kinds, rows, before=before)
-    return make_plan(inputs.products, rows, rows, EPS, programs, slots, inputs.options["heads"])
+def plan_of(kinds: Sequence[Kind], rows: int = 16, programs: int = 132, slots: int | None = None) -> mosaic_gpu.Plan:
+    return make_plan(specs(kinds, rows).products, rows, rows, EPS, programs, slots)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 40, 132])
-@pytest.mark.parametrize("before", [None, HEADS])
 @pytest.mark.parametrize("kinds", [LAYER, *CHAINS.values()])
-def test_blocks_are_dealt_out_in_turn(kinds, before, programs):
-    """To pairs of programs, through the norm by heads, in blocks of 8 tokens of a head, and all products."""
-    plan, pairs = plan_of(kinds, 24, before, programs), max(1, programs // 2)
+def test_blocks_are_dealt_out_in_turn(kinds, programs):
+    """To pairs of programs, through all products."""
+    plan, pairs = plan_of(kinds, 24, programs), max(1, programs // 2)
     assert plan.pairs == pairs
     dealt = itertools.cycle(range(pairs))
-    assert plan.head_blocks == (0 if before is None else 3 * kinds[0].depth // before.size)
-    list(itertools.islice(dealt, -(-plan.head_blocks // 2)))
     for kind, stage in zip(kinds, plan.stages, strict=True):
         takers = {block: pair for pair in range(pairs) for block in taken(plan, stage, pair)}
         assert [takers.pop(block) for block in range(kind.packed // 64)] == list(itertools.islice(dealt, stage.blocks))
@@ -566,16 +484,15 @@ def shared_bytes(plan: mosaic_gpu.Plan) -> int:
     """Of all arrays in shared memory, each of which starts at a multiple of 1024 bytes."""
     kind = type(plgpu.SMEM((1,), jnp.int8))
     arrays = [ref for ref in mosaic_gpu._scratch(plan, interpret=False).values() if isinstance(ref, kind)]
-    assert len(arrays) >= 4
+    assert len(arrays) >= 3
     return sum(-(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024 for ref in arrays) + COMPILER
 
 
 @pytest.mark.parametrize("rows", range(8, 72, 8))
-@pytest.mark.parametrize("before", [None, Before(64), Before(128), HEADS])
 @pytest.mark.parametrize("kinds", LARGE.values(), ids=LARGE)
-def test_slots_are_what_fits(kinds, before, rows):
+def test_slots_are_what_fits(kinds, rows):
     """Two at least: one is read while the other is filled."""
-    plan = plan_of(kinds, rows, before)
+    plan = plan_of(kinds, rows)
     steps = sum(stage.steps * plan.rounds(stage) for stage in plan.stages)
     assert 2 <= plan.slots <= steps
     assert shared_bytes(plan) <= ROOM == 227 * 1024
@@ -601,13 +518,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def lowered(inputs: Inputs, *, launches: int = 1, row: Any = 1, **options: Any) -> str:
     """``launches``, one after another in the rows of arrivals from ``row`` on; None: each with its own counters."""
 
-    def op(x, gate, residual, weights):
-        given = replace(inputs, x=x, gate=gate, residual=residual, weights=weights)
+    def op(x, residual, weights):
+        given = replace(inputs, x=x, residual=residual, weights=weights)
         counters = None if row is None else no_arrivals(3)
         arrivals = [None if row is None else (counters, row + i) for i in range(launches)]
         return [stream_matmul(x, given.products, arrivals=a, **given.options, **options) for a in arrivals]
 
-    return lower_for_cuda(op, inputs.x, inputs.gate, inputs.residual, inputs.weights)
+    return lower_for_cuda(op, inputs.x, inputs.residual, inputs.weights)
 
 
 def operations(text: str) -> set[str]:
@@ -626,21 +543,18 @@ def test_lowers(name, tokens, rows, on_hopper):
 
 @needs_jax_0_11
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (13, 16), (32, 32), (64, 64)])
-@pytest.mark.parametrize("before", [None, HEADS])
-def test_a_layer_lowers(before, tokens, rows, on_hopper):
+def test_a_layer_lowers(tokens, rows, on_hopper):
     """One launch, and what makes the counters: nothing that touches x, the weights or what comes out."""
     for row in (1, None) if tokens == 1 else (1,):
-        text = lowered(specs(LAYER, tokens, rows, before), row=row)
+        text = lowered(specs(LAYER, tokens, rows), row=row)
         assert text.count("custom_call @mosaic_gpu") == 1
         assert operations(text) <= {"custom_call", "constant", "broadcast_in_dim"}
 
 
 @needs_jax_0_11
-@pytest.mark.parametrize("before", [Before(64), Before(64, 20), Before(128), Before(128, 4)])
-def test_norms_by_heads_lower(before, on_hopper):
-    """With or without a gate, before a chain or a single product."""
-    for kinds, tokens in ((LAYER, 13), ([Kind(2048, 72)], 16)):
-        assert lowered(specs(kinds, tokens, 16, before)).count("custom_call @mosaic_gpu") == 1
+def test_a_product_for_every_counter_lowers(on_hopper):
+    inputs = specs([Kind(512, 512, "residual")] * COUNTERS, 8)
+    assert lowered(inputs).count("custom_call @mosaic_gpu") == 1
 
 
 @needs_jax_0_11
@@ -696,7 +610,7 @@ def test_without_a_gpu_it_is_the_reference():
     same(chosen, plain, 8)
 
 
-WEIGHTS, GATE = spec(64, 512), spec(8, 768, dtype="float32")
+WEIGHTS = spec(64, 512)
 UP, BACK = Product(spec(1024, 64), "swiglu", True), Product(WEIGHTS, "residual")
 
 
@@ -734,14 +648,6 @@ UP, BACK = Product(spec(1024, 64), "swiglu", True), Product(WEIGHTS, "residual")
         ),
         ({"residual": spec(8, 64, dtype="int32"), "products": BACK}, "residual must be bfloat16 or float32, got int32"),
         ({"eps": None, "products": [BACK, UP, BACK]}, "eps must be given for products[1]"),
-        ({"eps": None, "heads": HeadNorm(64)}, "eps must be given for heads"),
-        ({"heads": HeadNorm(96)}, "heads.size must divide the 512 columns of x, got 96"),
-        ({"heads": HeadNorm(0)}, "heads.size must divide the 512 columns of x, got 0"),
-        ({"heads": HeadNorm(64), "tokens": 7}, "x must have 7 rows, as tokens says, got 8"),
-        ({"heads": HeadNorm(64, spec(512))}, "heads.gate must be [N, width], got [512]"),
-        ({"heads": HeadNorm(64, GATE, 257)}, "heads.gate must be [8, 769 or more], got [8, 768]"),
-        ({"heads": HeadNorm(64, GATE, -1)}, "heads.gate must be [8, 511 or more], got [8, 768]"),
-        ({"heads": HeadNorm(64, spec(16, 512))}, "heads.gate must be [8, 512 or more], got [16, 512]"),
         ({"implementation": "triton"}, "implementation 'triton' is not written for stream_matmul yet"),
     ],
 )
@@ -762,16 +668,15 @@ def test_errors_name_the_argument(changes, message):
         ({"x": spec(8, 512, dtype="float32")}, "x must be bfloat16, got float32"),
         ({"residual": spec(8, 64, dtype="float32")}, "residual must be bfloat16, got float32"),
         ({"products": [BACK, Product(spec(64, 512, dtype="float32"))]}, "products[1] must be bfloat16, got float32"),
-        ({"products": [Product(spec(512, 512), "residual")] * 8}, "products must hold at most 7, got 8"),
+        ({"products": [Product(spec(512, 512), "residual")] * 9}, "products must hold at most 8, got 9"),
         ({"products": [Product(spec(64, 768))]}, "products[0] must have a multiple of 512 columns, got 768"),
         ({"products": [Product(WEIGHTS, "residual", features=40)]}, "64 features, of 32 for SwiGLU, got 40"),
         ({"products": [Product(WEIGHTS, "swiglu", features=16)]}, "64 features, of 32 for SwiGLU, got 16"),
         ({"products": [Product(WEIGHTS, features=60)]}, "products[0] must have a multiple of 8 features, got 60"),
-        ({"heads": HeadNorm(32)}, "heads.size must be 64, 128 or 256, got 32"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_said(changes, message):
-    options = {"x": spec(8, 512), "products": [Product(WEIGHTS)], "residual": None, "heads": None} | changes
+    options = {"x": spec(8, 512), "products": [Product(WEIGHTS)], "residual": None} | changes
     assert message in mosaic_gpu.unsupported(options["x"].shape[0], **options)
     with pytest.raises(ValueError) as raised:
         mosaic_gpu.stream_matmul(**options, tokens=8, eps=EPS)
@@ -784,21 +689,12 @@ def test_an_older_jax_is_told_so():
     assert "jax 0.11" in mosaic_gpu.unsupported(8, spec(8, 512), [Product(WEIGHTS)], None)
 
 
-def case(name: str, tokens: int, rows: int | None = None) -> Inputs:
-    """By name; "step" is what stands between two mixers of a decoding step."""
-    kinds = LAYER if name == "step" else (LARGE | SMALL | CHAINS | {n: k for n, (_, k) in WITH_HEADS.items()})[name]
-    before = HEADS if name == "step" else WITH_HEADS[name][0] if name in WITH_HEADS else None
-    if before and kinds[0].ends != "residual":  # nothing has more rows than there are tokens
-        tokens, rows = filled(tokens), None
-    return make(kinds, tokens, rows, before)
-
-
 @pytest.mark.gpu
 @needs_jax_0_11
-@pytest.mark.parametrize("name", [*LARGE, "step"])
+@pytest.mark.parametrize("name", LARGE)
 def test_large_products_on_a_gpu(name):
     """Against float64; the same bits in every run, and for a token beside any number of others."""
-    inputs = case(name, 64)
+    inputs = make(LARGE[name], 64)
     whole = run(inputs)
     check(whole, inputs, ON_CARD)
     same(run(inputs), whole, 64)
@@ -810,11 +706,11 @@ def test_large_products_on_a_gpu(name):
 
 @pytest.mark.gpu
 @needs_jax_0_11
-@pytest.mark.parametrize("name", [*SMALL, *CHAINS, *WITH_HEADS])
+@pytest.mark.parametrize("name", [*SMALL, *CHAINS])
 def test_small_products_on_a_gpu(name):
     """Most programs are idle; the tokens end within a tile; rows are left over."""
     for tokens, rows in TOKENS:
-        inputs = case(name, tokens, rows)
+        inputs = make((SMALL | CHAINS)[name], tokens, rows)
         check(run(inputs), inputs, ON_CARD)
         check(run(inputs, programs=6, slots=2), inputs, ON_CARD)
 
@@ -829,66 +725,62 @@ def test_a_last_block_of_any_width_on_a_gpu(rest):
 
 @pytest.mark.gpu
 @needs_jax_0_11
-@pytest.mark.parametrize("name", [*LARGE, "step"])
+@pytest.mark.parametrize("name", LARGE)
 def test_fewer_programs_on_a_gpu(name):
     """Than multiprocessors, and fewer slots than fit: the same bits."""
-    inputs = case(name, 13)
+    inputs = make(LARGE[name], 13)
     whole = run(inputs)
     check(whole, inputs, ON_CARD)
     same(run(inputs, programs=40), whole, 13)
     same(run(inputs, programs=7, slots=2), whole, 13)
 
 
-@functools.partial(jax.jit, static_argnames=("before", "tokens", "together"))
-def layers(x, gate, h, weights, *, before: Before | None, tokens: int, together: bool):
+@functools.partial(jax.jit, static_argnames=("tokens", "together"))
+def layers(x, h, weights, *, tokens: int, together: bool):
     """24 layers, whose x is made from what came out of the one before: each in one launch, or in one a product."""
-    inputs = Inputs(LAYER, before, tokens, x, gate, h, weights, ())
+    inputs = Inputs(LAYER, tokens, x, h, weights, ())
     counters = no_arrivals(24)
 
-    def multiply(x, products, heads, arrivals=None):
-        options = inputs.options | {"residual": h, "heads": heads, "arrivals": arrivals}
+    def multiply(x, products, arrivals=None):
+        options = inputs.options | {"residual": h, "arrivals": arrivals}
         return stream_matmul(x, products, **options, implementation="mosaic_gpu")
 
     seen = []
     for i in range(24):
-        heads = None if before is None else before.of(gate)
         if together:
-            _, inner, h, gate = multiply(x, inputs.products, heads, (counters, i))
+            _, inner, h, y = multiply(x, inputs.products, (counters, i))
         else:
             o, gate_up, down, last = inputs.products
-            (h,) = multiply(x, [o], heads)
-            (inner,) = multiply(h, [gate_up], None)
-            (h,) = multiply(inner, [down], None)
-            (gate,) = multiply(h, [last], None)
-        x = gate[:, : LAYER[0].depth].astype(jnp.bfloat16)
-        if before is None:
-            x = jnp.pad(x, ((0, -tokens % 8), (0, 0)))
-        seen.append([array[:tokens, ::64] for array in (inner, h, gate)])
-    return seen, h[:tokens], gate
+            (h,) = multiply(x, [o])
+            (inner,) = multiply(h, [gate_up])
+            (h,) = multiply(inner, [down])
+            (y,) = multiply(h, [last])
+        x = fill_up(y[:, : LAYER[0].depth].astype(jnp.bfloat16))
+        seen.append([array[:tokens, ::64] for array in (inner, h, y)])
+    return seen, h[:tokens], y
 
 
 @pytest.mark.gpu
 @needs_jax_0_11
-@pytest.mark.parametrize("before", [None, HEADS])
 @pytest.mark.parametrize("tokens", [1, 13, 64])
-def test_layers_on_a_gpu(tokens, before):
+def test_layers_on_a_gpu(tokens):
     """Products that wait for each other, in launches that share their counters, give what launches of one give."""
-    inputs = make(LAYER, tokens, None, before)
-    arrays = inputs.x, inputs.gate, inputs.residual, inputs.weights
-    expected = [wide(leaf) for leaf in jax.tree.leaves(layers(*arrays, before=before, tokens=tokens, together=False))]
+    inputs = make(LAYER, tokens)
+    arrays = inputs.x, inputs.residual, inputs.weights
+    expected = [wide(leaf) for leaf in jax.tree.leaves(layers(*arrays, tokens=tokens, together=False))]
     assert all(np.isfinite(leaf).all() for leaf in expected)
     for _ in range(8):
-        found = jax.tree.leaves(layers(*arrays, before=before, tokens=tokens, together=True))
+        found = jax.tree.leaves(layers(*arrays, tokens=tokens, together=True))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(wide(one), other)
 
 
 @pytest.mark.gpu
 @needs_jax_0_11
-@pytest.mark.parametrize("name", ["in", "layer", "step"])
+@pytest.mark.parametrize("name", ["in", "layer"])
 def test_the_kernel_by_name_on_a_gpu(name):
     """It is what ``None`` takes, outside of ``jit`` too, and agrees with the reference but for roundings."""
-    inputs = case(name, 13)
+    inputs = make(LARGE[name], 13)
     ours, chosen, plain = (
         stream_matmul(inputs.x, inputs.products, **inputs.options, implementation=implementation)
         for implementation in ("mosaic_gpu", None, "reference")
