@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.implementations import Implementation, choose
 from kernels_pallas.shapes import check_rank, check_shape
 from kernels_pallas.stream_matmul import mosaic_gpu, reference
+from kernels_pallas.stream_matmul.mosaic_gpu import COUNTERS
 from kernels_pallas.stream_matmul.reference import BLOCK, Product
 
 __all__ = ["Product", "stream_matmul"]
@@ -44,7 +45,7 @@ def stream_matmul(
         x: bf16 or fp32. T is a multiple of 8 for the kernel; rows from ``tokens`` on may hold any numbers.
         products: one or more; only the last may be plain.
         tokens: N, 1 to T; the rows of a plain output. The other outputs have T rows. None for T.
-        residual: of the first product that has one.
+        residual: of the first product that ends with one; None where none does.
         eps: of the norms.
         arrivals: for the kernel, what ``no_arrivals`` gives, and a row of it that no other launch takes. None: the
             launch makes its own, which takes a launch more.
@@ -70,6 +71,10 @@ def stream_matmul(
     for name, array in (("x", x), ("residual", residual), *((f"products[{i}]", p[0]) for i, p in enumerate(products))):
         if array is not None and array.dtype not in _DTYPES:
             raise ValueError(f"{name} must be bfloat16 or float32, got {array.dtype}")
+    if residual is not None and all(product.ends != "residual" for product in products):
+        raise ValueError("residual must be None where no product ends with one")
+    if arrivals is not None:
+        _check_arrivals(*arrivals)
     run = choose(
         *("stream_matmul", implementation),
         {"mosaic_gpu": mosaic_gpu.stream_matmul, "reference": reference.stream_matmul},
@@ -78,6 +83,14 @@ def stream_matmul(
     if run is mosaic_gpu.stream_matmul:
         return mosaic_gpu.stream_matmul(x, products, residual, tokens, eps, arrivals)
     return reference.stream_matmul(x, products, residual, tokens, eps)
+
+
+def _check_arrivals(counters: Any, row: Any) -> None:
+    """Raises ValueError unless they are what ``no_arrivals`` gives, and a row of it."""
+    if counters.ndim != 2 or counters.shape[1] != COUNTERS or counters.dtype != jnp.int32:
+        raise ValueError(f"arrivals must be those of no_arrivals, int32 [n, {COUNTERS}], got {counters}")
+    if isinstance(row, int) and not 0 <= row < counters.shape[0]:
+        raise ValueError(f"arrivals must name a row of 0 to {counters.shape[0] - 1}, got {row}")
 
 
 def _check(name: str, product: Product, depth: int, *, last: bool, residual: Any, eps: float | None) -> None:

@@ -153,7 +153,10 @@ def make_plan(
     programs: int,
     slots: int | None = None,
 ) -> Plan:
-    """The blocks of each product, dealt out to the pairs in turn; ``slots`` None: as many as fit."""
+    """The blocks of each product, dealt out to the pairs in turn; ``slots`` None: as many as fit.
+
+    Raises ValueError for a single slot where a block has several steps: a slot is free only when the next is full.
+    """
     stages: list[Stage] = []
     pairs = max(1, programs // PARTS)
     step = DEPTH if rows <= DEEP_ROWS else DEPTH // 2
@@ -171,6 +174,8 @@ def make_plan(
         )
         stages.append(stage)
         dealt += blocks
+    if slots == 1 and any(stage.steps > 1 for stage in stages):
+        raise ValueError("slots must be 2 or more for blocks of several steps, got 1")
     plan = Plan(stages=tuple(stages), tokens=tokens, rows=rows, eps=eps, pairs=pairs, slots=1)
     steps = sum(stage.steps * plan.rounds(stage) for stage in stages)
     most = min(slots or steps, steps, ROOM // (2 * step * (BLOCK + rows)))
@@ -340,7 +345,8 @@ def _kernel(*refs, plan: Plan, names: tuple[str, ...], interpret: bool, **smem) 
                         ask_tokens(i, part, start, k)
 
                     sums.append(_sums(stage, plan, start, start == starts[i], ask, None, smem))
-                _put(*(None if one is None else sum(parts, one) for one, *parts in zip(*sums, strict=True)), smem)
+                (y, squares), (other, others) = sums
+                _put(y + other, None if squares is None or others is None else squares + others, smem)
                 _finish(block, start == starts[i], stage, plan, outs[i], smem, [mosaic.load], lambda: None)
 
             blocks(i, all_of)

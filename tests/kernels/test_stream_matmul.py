@@ -509,6 +509,11 @@ def test_slots_are_no_more_than_asked_for_and_no_more_than_steps():
     assert plan_of([Kind(512, 64, "swiglu"), Kind(512, 64)], programs=4).slots == 2
 
 
+def test_one_slot_is_refused_where_blocks_have_more_steps():
+    with pytest.raises(ValueError, match="slots must be 2 or more for blocks of several steps, got 1"):
+        plan_of([Kind(512, 64, "swiglu"), Kind(1024, 64)], slots=1)
+
+
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """For lowering: as if there were such a GPU."""
@@ -648,14 +653,22 @@ UP, BACK = Product(spec(1024, 64), "swiglu", True), Product(WEIGHTS, "residual")
         ),
         ({"residual": spec(8, 64, dtype="int32"), "products": BACK}, "residual must be bfloat16 or float32, got int32"),
         ({"eps": None, "products": [BACK, UP, BACK]}, "eps must be given for products[1]"),
+        ({"residual": spec(8, 64)}, "residual must be None where no product ends with one"),
+        ({"arrivals": (spec(3, 7, dtype="int32"), 0)}, "arrivals must be those of no_arrivals, int32 [n, 8], got"),
+        ({"arrivals": (spec(3, 8), 0)}, "arrivals must be those of no_arrivals, int32 [n, 8], got"),
+        ({"arrivals": (spec(8, dtype="int32"), 0)}, "arrivals must be those of no_arrivals, int32 [n, 8], got"),
+        ({"arrivals": (spec(3, 8, dtype="int32"), 3)}, "arrivals must name a row of 0 to 2, got 3"),
+        ({"arrivals": (spec(3, 8, dtype="int32"), -1)}, "arrivals must name a row of 0 to 2, got -1"),
         ({"implementation": "triton"}, "implementation 'triton' is not written for stream_matmul yet"),
     ],
 )
 def test_errors_name_the_argument(changes, message):
-    options = {"x": spec(8, 512), "products": Product(WEIGHTS), "residual": spec(8, 64), "eps": EPS} | changes
-    x, products = options.pop("x"), options.pop("products")
+    products = changes.get("products", Product(WEIGHTS))
+    products = [products] if isinstance(products, Product) else products
+    residual = spec(8, 64) if any(product.ends == "residual" for product in products) else None
+    options = {"x": spec(8, 512), "residual": residual, "eps": EPS} | changes | {"products": products}
     with pytest.raises(ValueError) as raised:
-        stream_matmul(x, [products] if isinstance(products, Product) else products, **options)
+        stream_matmul(options.pop("x"), options.pop("products"), **options)
     assert message in str(raised.value)
 
 
