@@ -38,6 +38,8 @@ from specla_jax.drafters import get_drafter
 from specla_jax.errors import UserError
 from specla_jax.generate import DEFAULT_DRAFT, GenerationResult, Job, Method, bucket, compile_all, prepare
 from specla_jax.lossless import first_difference
+from specla_jax.profile import profile, write
+from specla_jax.profile import table as profile_table
 from specla_jax.suites import Prompt, PromptFormat, read_suite
 from specla_jax.target import Target
 from specla_jax.text import load_tokenizer
@@ -126,7 +128,7 @@ class Bench:
             for name in self.methods:
                 key = self._program(name, temperature, tasks)
                 if key not in jobs:
-                    jobs[key] = self._job(name, temperature, tasks)
+                    jobs[key] = self.job(name, temperature, tasks)
         compile_all(jobs.values())
 
     def _program(self, name: str, temperature: float, tasks: Sequence[Task]) -> tuple[Any, ...]:
@@ -135,7 +137,8 @@ class Bench:
     def _filled(self, tasks: Sequence[Task]) -> list[Task]:
         return [*tasks, *[tasks[0]] * (self.batch_size - len(tasks))]
 
-    def _job(self, name: str, temperature: float, tasks: Sequence[Task]) -> Job:
+    def job(self, name: str, temperature: float, tasks: Sequence[Task]) -> Job:
+        """What decodes a batch by a method."""
         method, drafter, draft = self.methods[name]
         rows = self._filled(tasks)
         return prepare(
@@ -153,7 +156,7 @@ class Bench:
         )
 
     def _decode(self, name: str, temperature: float, tasks: Sequence[Task]) -> tuple[GenerationResult, float]:
-        job, rows = self._job(name, temperature, tasks), self._filled(tasks)
+        job, rows = self.job(name, temperature, tasks), self._filled(tasks)
         lengths = np.array([len(task.ids) for task in rows])
         real = np.arange(len(rows)) < len(tasks)
         program = self._program(name, temperature, tasks)
@@ -246,8 +249,19 @@ def bench(args: argparse.Namespace, note: Callable[[str], None]) -> int:
         f"and include prefill; compiling {compiled.count} programs took {compiled.seconds:.1f} s, which is left out"
     )
     note(PUBLISHED_SETTING)
+    if args.profile:
+        _profile(runner, tasks, args)
     lossy = sum(row["differing_beyond_near_ties"] for part in parts for row in part["methods"].values())
     return 1 if lossy else 0
+
+
+def _profile(runner: Bench, tasks: dict[str, list[Task]], args: argparse.Namespace) -> None:
+    """Shows the stages of a round of every method, with the first batch of the first suite."""
+    first = batches(tasks[args.suite[0]], runner.batch_size)[0]
+    profiles = [profile(runner.job(name, args.temperature[0], first), name) for name in runner.methods]
+    print(profile_table(profiles))
+    if args.out is not None:
+        write(profiles, args.out)
 
 
 def _measure(

@@ -160,6 +160,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep bench.json, bench.png and records there; a run that was cut goes on",
     )
+    add("--profile", action="store_true", help="show where the time of a round goes, too; with --out in profile.json")
 
 
 def _count_or_all(text: str) -> int | None:

@@ -133,12 +133,7 @@ class Stream:
 
     def __init__(self, job: "Job") -> None:
         self._job = job
-        before = jax.eval_shape(job.carry)
-        self._prefill = job.compile("prefill", before)
-        # Tracing alone tells what prefill returns, so that both programs are ready before the first token.
-        prefill = functools.partial(jax.eval_shape, job.engine.prefill, job.params, before)
-        after = job.model.programs.remember((job.engine, "after prefill"), job.params, before, prefill)
-        self._spec_round = job.compile("spec_round", after)
+        self._prefill, self._spec_round = compile_rounds(job)
 
     def __iter__(self) -> Iterator[Delta]:
         job, carry = self._job, self._job.carry()
@@ -218,6 +213,16 @@ class Job:
                 bytes=self.bytes,
             ),
         )
+
+
+def compile_rounds(job: Job) -> tuple[Any, Any]:
+    """``Engine.prefill`` and ``Engine.spec_round`` as two programs, both ready before the first token."""
+    before = jax.eval_shape(job.carry)
+    prefill = job.compile("prefill", before)
+    # Tracing alone tells what prefill returns.
+    trace = functools.partial(jax.eval_shape, job.engine.prefill, job.params, before)
+    after = job.model.programs.remember((job.engine, "after prefill"), job.params, before, trace)
+    return prefill, job.compile("spec_round", after)
 
 
 def compile_all(jobs: Iterable[Job]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import named_scope  # what a profile goes by
 from jaxtyping import Array, Bool, Float, Int
 
 from specla_jax.acceptance import Commit, accept
@@ -146,26 +147,26 @@ class Engine:
         context, request = carry.context, carry.request
         levels = self.drafter.draft.depth + 1
 
-        tree, drafter = self.drafter.propose(params.drafter, carry.drafter, context)
-        logits, features, factors = self.verify(params, tree.tokens, tree.parents, tree.num_nodes, carry.state)
-
-        depth = node_depth(tree.parents, tree.num_nodes)
-        drawn = jnp.argmax(scores(logits, context.length, depth, levels, request.sampler), axis=-1).astype(jnp.int32)
-        room = jnp.where(context.active, request.limit - context.length, 0)
-        commit = accept(tree, depth, drawn, levels, room, request.stop_tokens)
-
-        state = recover(carry.state, factors, tree.parents, commit.last)
-        after = _append(context, commit, request.limit)
-        accepted = Accepted(commit.path, commit.count, commit.tokens, features, after)
-        return Carry(
-            state=state,
-            drafter=self.drafter.observe(params.drafter, drafter, accepted),
-            context=after,
-            request=request,
-            logprobs=_write(carry.logprobs, context.length, _logprobs(logits, commit), commit.count),
-            stopped=carry.stopped | commit.stopped,
-            counters=_count(carry.counters, commit, tree.num_nodes - 1, context.active),
-        )
+        with named_scope("draft"):
+            tree, drafter = self.drafter.propose(params.drafter, carry.drafter, context)
+        with named_scope("verify"):
+            logits, features, factors = self.verify(params, tree.tokens, tree.parents, tree.num_nodes, carry.state)
+        with named_scope("accept"):
+            depth = node_depth(tree.parents, tree.num_nodes)
+            score = scores(logits, context.length, depth, levels, request.sampler)
+            drawn = jnp.argmax(score, axis=-1).astype(jnp.int32)
+            room = jnp.where(context.active, request.limit - context.length, 0)
+            commit = accept(tree, depth, drawn, levels, room, request.stop_tokens)
+        with named_scope("recover"):
+            state = recover(carry.state, factors, tree.parents, commit.last)
+        with named_scope("commit"):
+            after = _append(context, commit, request.limit)
+            logprobs = _write(carry.logprobs, context.length, _logprobs(logits, commit), commit.count)
+            counters = _count(carry.counters, commit, tree.num_nodes - 1, context.active)
+        with named_scope("draft"):
+            accepted = Accepted(commit.path, commit.count, commit.tokens, features, after)
+            drafter = self.drafter.observe(params.drafter, drafter, accepted)
+        return Carry(state, drafter, after, request, logprobs, carry.stopped | commit.stopped, counters)
 
     def verify(self, params: Params, *tree_and_state: Any) -> tuple[Array, Array, TreeFactors]:
         """See :meth:`GatedDeltaNetLM.verify`."""

@@ -316,6 +316,18 @@ def test_the_command_decodes_by_a_drafter(command: list[str], tmp_path: Path, ca
     assert "| spec-bench | translation | 0 " in shown
 
 
+def test_a_profile_is_shown_and_kept(command: list[str], tmp_path: Path, pretended, capsys) -> None:
+    out = tmp_path / "out"
+    options = ["--suite", "gsm8k", "--temperature", "0", "--methods", "tree", "--max-new-tokens", "64", "--profile"]
+    assert main([*command, *options, "--out", str(out)]) == 0
+    kept = json.loads((out / "profile.json").read_text())
+    assert [one["method"] for one in kept] == ["ar", "tree"]
+    assert all(one["milliseconds"]["recover"] > 0 for one in kept)
+    shown = capsys.readouterr().out
+    assert "ms a round (launches)" in shown
+    assert "\nverify: convolution" in shown
+
+
 def test_every_suite_temperature_and_method_is_run(command: list[str], tmp_path: Path, pretended) -> None:
     assert main([*command, *ALL, "--out", str(tmp_path / "out")]) == 0
     parts = parts_of(tmp_path / "out")

@@ -24,6 +24,7 @@ _FOR_TREES = {
 _FOR_ONE_NODE = {name: _FOR_TREES[name] for name in ("triton", "mosaic_gpu", "reference")}
 
 
+@jax.named_scope("gdn_verify")
 def gdn_verify(
     q: Float[Array, "B N H dk"],
     k: Float[Array, "B N H dk"],

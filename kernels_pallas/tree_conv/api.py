@@ -22,6 +22,7 @@ _TREE_CONV = {"triton": triton.tree_conv, "reference": reference.tree_conv}
 _PREFILL_CONV = {"reference": reference.prefill_conv}
 
 
+@jax.named_scope("tree_conv")
 def tree_conv(
     projected: Float[Array, "B N P"],
     window: Float[Array, "*L B V C"] | None,
