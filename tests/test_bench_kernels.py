@@ -114,8 +114,9 @@ def test_a_step_of_a_layers_loop_is_its_products_one_by_one(scripts, monkeypatch
         x = mixed
         for name, weights in zip(products.CHAIN, launch, strict=True):
             product = matrices[name].product(weights)
-            (x,) = stream_matmul(x, [product], tokens=tokens, residual=hidden, eps=products.EPS)
-            hidden = x if product.ends == "residual" else hidden
+            residual = hidden if product.ends == "residual" else None
+            (x,) = stream_matmul(x, [product], tokens=tokens, residual=residual, eps=products.EPS)
+            hidden = hidden if residual is None else x
         assert x.shape == projected.shape == (tokens, matrices["in"].features)
         np.testing.assert_allclose(projected, x, atol=0.05)  # of bf16 on its way
         mixed = jnp.zeros_like(mixed).at[:tokens].set(x[:, : mixed.shape[1]].astype(mixed.dtype))
