@@ -33,7 +33,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares 
 import benching
 import jax
 from bench_plots import plot_oracle
-from bench_rounds import TREE, Bench, chain, random_drafter, random_target
+from bench_rounds import TREE, Bench, Rounds, chain, random_drafter, random_target
 from benching import Fla, Results, Timing, judge, ratio, read_bandwidth, scaled, show, stop, table
 from oracle import FillerDrafter, OracleDrafter, crossing, expected_length, oracle_params
 from shapes import GDN_1P3B, TINY
@@ -51,24 +51,32 @@ PROBABILITIES = (0.0, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SPECLA = 3.71, "SpecLA, as reported (arXiv 2607.16673)"  # 1.3B, one H100, every draft right
 
 
-def verify(bench: Bench, batches: Sequence[int], nodes: Sequence[int]) -> None:
-    """Every batch and number of nodes; one node is `ar`."""
-    for batch in batches:
-        bench.ar(batch)
-        for draft in (chain(count - 1) for count in nodes if count > 1):
-            measured = bench.measure(batch, "chain", (FillerDrafter(draft=draft), ()), draft)
-            bench.add_round("verify", batch, draft, measured, bench.floor_bytes(batch))
+def fillers(batch: int, nodes: Sequence[int]) -> list[Rounds]:
+    """Every number of nodes; one node is `ar`."""
+    drafts = [chain(count - 1) for count in nodes if count > 1]
+    return [Rounds(batch, "chain", (FillerDrafter(draft=draft), ()), draft) for draft in drafts]
 
 
-def drafted(bench: Bench, batches: Sequence[int], depths: Sequence[int]) -> None:
+def verify(bench: Bench, rounds: Sequence[Rounds]) -> None:
+    """What ``fillers`` lists, held against `ar`."""
+    for one in rounds:
+        bench.ar(one.batch)
+        bench.add_round("verify", one.batch, one.draft, bench.measure(one), bench.floor_bytes(one.batch))
+
+
+def drafts(bench: Bench, batch: int, depths: Sequence[int]) -> list[Rounds]:
     """Chains and the tree of the drafter."""
     drafter, params = bench.drafter
     kinds: list[tuple[Method, DraftConfig]] = [*(("chain", chain(depth)) for depth in depths), ("tree", TREE)]
-    for batch in batches:
-        bench.ar(batch)
-        for method, size in kinds:
-            measured = bench.measure(batch, method, (replace(drafter, draft=size), params), size)
-            bench.add_round(method, batch, size, measured, bench.floor_bytes(batch, params, size.depth))
+    return [Rounds(batch, method, (replace(drafter, draft=size), params), size) for method, size in kinds]
+
+
+def drafted(bench: Bench, rounds: Sequence[Rounds]) -> None:
+    """What ``drafts`` lists, held against `ar`."""
+    for one in rounds:
+        bench.ar(one.batch)
+        moved = bench.floor_bytes(one.batch, bench.drafter[1], one.draft.depth)
+        bench.add_round(one.method, one.batch, one.draft, bench.measure(one), moved)
 
 
 def oracle(bench: Bench, batch: int, method: Method, probabilities: Sequence[float]) -> None:
@@ -79,7 +87,7 @@ def oracle(bench: Bench, batch: int, method: Method, probabilities: Sequence[flo
     plain = bench.ar(batch)
     for p in probabilities:
         told = oracle_params(params, plain.result.tokens, size.depth, p)
-        measured = bench.measure(batch, method, (drafter, told), size)
+        measured = bench.measure(Rounds(batch, method, (drafter, told), size))
         row = {
             "method": method,
             "batch": batch,
@@ -103,7 +111,7 @@ def peers(bench: Bench, batches: Sequence[int], fla: Fla) -> None:
     for batch in batches:
         plain = bench.ar(batch)
         times = fla.decode(bench.model.config.to_fla("bfloat16"), batch)
-        unpacked = None if bench.packed is None else replace(bench, packed=None).measure(batch, "ar").ms
+        unpacked = None if bench.packed is None else replace(bench, packed=None).measure(Rounds(batch)).ms
         times["unpacked"] = scaled(unpacked, 1e-3)
         row = {f"{name}_ms": scaled(seconds, 1e3) for name, seconds in times.items()}
         over = {f"over_{name}": ratio(row[f"{name}_ms"], plain.ms) for name in times}
@@ -262,10 +270,14 @@ def run(args: argparse.Namespace) -> Results:
         results=results,
         packed=args.packed,
     )
+    verified = [one for batch in args.batch for one in fillers(batch, args.nodes)] if "verify" in sections else []
+    grown = [one for batch in args.batch for one in drafts(bench, batch, args.depth)] if "draft" in sections else []
+    bench.compile([*map(Rounds, args.batch), *verified, *grown])
     if "verify" in sections:
-        verify(bench, args.batch, args.nodes)
-    if "draft" in sections:
-        drafted(bench, args.batch, args.depth)
+        for batch in args.batch:
+            bench.ar(batch)
+    verify(bench, verified)
+    drafted(bench, grown)
     if "oracle" in sections:
         oracle(bench, args.batch[0], args.method, args.oracle or PROBABILITIES)
     if fla is not None:

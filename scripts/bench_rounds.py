@@ -1,10 +1,11 @@
 """Rounds of decoding, timed: what bench_decode.py measures, and the random models that it measures without a folder."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 # Before the folder of scripts, whose train_drafter.py would hide the package of that name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -16,7 +17,7 @@ from benching import Results, stop
 from kernels_pallas.implementations import Implementation
 from specla_jax.config import DraftConfig, Dtype, SamplingConfig, TargetConfig
 from specla_jax.drafters import EagleDrafter, EagleStep, init_eagle
-from specla_jax.generate import GenerationResult, Method, generate
+from specla_jax.generate import GenerationResult, Job, Method, compile_all, prepare
 from specla_jax.lossless import first_difference
 from specla_jax.memory import nbytes
 from specla_jax.model import GatedDeltaNetLM
@@ -62,6 +63,20 @@ def random_drafter(model: Target, packed: Implementation | None = None) -> tuple
     return drafter, drafter.bind(init_eagle(jax.random.key(1), config, model.dtype), model.params)
 
 
+class Rounds(NamedTuple):
+    """What is measured: a batch, a method of ``generate``, its drafter with params, and the size of its drafts."""
+
+    batch: int
+    method: Method = "ar"
+    drafter: Any = None
+    draft: DraftConfig = chain(0)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells its program from others'."""
+        return self.batch, self.method, self.drafter and self.drafter[0], self.draft
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """The rounds of a method.
@@ -69,7 +84,7 @@ class Measured:
     Attributes:
       ms: of a round.
       tokens_per_second: of all rows, prefill left out.
-      compile_s: seconds that its program took to compile; 0 if an earlier row compiled it.
+      compile_s: seconds that its program took to compile, beside others; 0 if an earlier row compiled it.
       result: the long generation.
     """
 
@@ -96,6 +111,7 @@ class Bench:
       read: measured bandwidth in bytes a second.
       packed: the step over packed weights, by this implementation; None for the model's own.
       plain: `ar` by batch, once measured.
+      compile_seconds: of programs that no row has told of yet.
     """
 
     model: Target
@@ -106,32 +122,42 @@ class Bench:
     results: Results
     packed: Implementation | None = None
     plain: dict[int, Measured] = field(default_factory=dict)
+    compile_seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
-    def measure(self, batch: int, method: Method, drafter: Any = None, draft: DraftConfig | None = None) -> Measured:
+    def compile(self, rounds: Iterable[Rounds]) -> None:
+        """The programs of all rounds, side by side."""
+        distinct = {one.key: one for one in rounds}
+        jobs = [self._job(one, self.tokens - 1) for one in distinct.values()]
+        self.compile_seconds.update(zip(distinct, compile_all(jobs), strict=True))
+
+    def _job(self, rounds: Rounds, count: int) -> Job:
+        batch, method, drafter, draft = rounds
+        options: dict[str, Any] = {"method": method, "drafter": drafter, "draft": draft, "packed": self.packed}
+        return prepare(self.model, [list(PROMPT)] * batch, max_new_tokens=count, **options)
+
+    def measure(self, rounds: Rounds) -> Measured:
         """Short and long generations in turn, after one of each that is not counted."""
         # Whole rounds of full chains, so that the limit trims none of them.
-        step = 1 if draft is None else draft.depth + 1
+        step = rounds.draft.depth + 1
         short, long = -(-(self.tokens // 2) // step) * step, (self.tokens - 1) // step * step
-        prompts = [list(PROMPT)] * batch
 
         def decode(count: int) -> GenerationResult:
-            options: dict[str, Any] = {"method": method, "drafter": drafter, "draft": draft, "packed": self.packed}
-            return generate(self.model, prompts, max_new_tokens=count, **options)
+            return self._job(rounds, count).run()
 
         pairs = [(decode(short), decode(long)) for _ in range(self.repeats + 1)]
         first, last = pairs[0]
         seconds = median(b.log.seconds - a.log.seconds for a, b in pairs[1:])
         return Measured(
             ms=1e3 * seconds / (max(last.rounds) - max(first.rounds)),
-            tokens_per_second=batch * (long - short) / seconds,
-            compile_s=first.log.compile_seconds,
+            tokens_per_second=rounds.batch * (long - short) / seconds,
+            compile_s=self.compile_seconds.pop(rounds.key, first.log.compile_seconds),
             result=last,
         )
 
     def ar(self, batch: int) -> Measured:
         """Plain decoding, measured and kept as a row when a section first asks for it."""
         if batch not in self.plain:
-            self.plain[batch] = self.measure(batch, "ar")
+            self.plain[batch] = self.measure(Rounds(batch))
             self.add_round("ar", batch, chain(0), self.plain[batch], self.floor_bytes(batch))
         return self.plain[batch]
 

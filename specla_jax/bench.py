@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -162,8 +161,8 @@ class Bench:
         program = self._program(name, temperature, tasks)
         if program not in self.starts:  # compiles, and runs once more than is timed
             start = _limited(job, lengths + real)
-            self.starts[program] = median([_timed(start).log.seconds for _ in range(_TIMED_STARTS + 1)][1:])
-        result = _timed(_limited(job, lengths + self.max_new_tokens * real))
+            self.starts[program] = median([start.run().log.seconds for _ in range(_TIMED_STARTS + 1)][1:])
+        result = _limited(job, lengths + self.max_new_tokens * real).run()
         return _rows(result, len(tasks)), self.starts[program]
 
     def _differences(
@@ -180,15 +179,6 @@ class Bench:
 def _limited(job: Job, limit: np.ndarray) -> Job:
     """The same program, with other lengths at which its rows end."""
     return replace(job, request=replace(job.request, limit=jnp.asarray(limit, jnp.int32)))
-
-
-def _timed(job: Job) -> GenerationResult:
-    """Runs a job; what is done before and after the compiled program does not count."""
-    carry = jax.block_until_ready(job.carry())
-    run = job.compile("generate", carry)
-    start = time.perf_counter()
-    carry = jax.block_until_ready(run(job.params, carry))
-    return job.result(carry, time.perf_counter() - start)
 
 
 def _rows(result: GenerationResult, count: int) -> GenerationResult:

@@ -99,12 +99,7 @@ def generate(model: Target, prompts: Sequence[Sequence[int]], **options: Any) ->
     Raises:
       UserError: an argument is wrong, or the run would not fit in memory.
     """
-    job = prepare(model, prompts, **options)
-    carry = job.carry()
-    run = job.compile("generate", carry)
-    start = time.perf_counter()
-    carry = jax.block_until_ready(run(job.params, carry))
-    return job.result(carry, time.perf_counter() - start)
+    return prepare(model, prompts, **options).run()
 
 
 def stream(model: Target, prompts: Sequence[Sequence[int]], **options: Any) -> "Stream":
@@ -191,6 +186,14 @@ class Job:
             )
         return program
 
+    def run(self) -> GenerationResult:
+        """All of it in one program; neither its compilation nor the carry before it count as time."""
+        carry = jax.block_until_ready(self.carry())
+        run = self.compile("generate", carry)
+        start = time.perf_counter()
+        carry = jax.block_until_ready(run(self.params, carry))
+        return self.result(carry, time.perf_counter() - start)
+
     def result(self, carry: Carry, seconds: float) -> GenerationResult:
         """Fetches a finished carry."""
         context, counters = carry.context, carry.counters
@@ -225,11 +228,19 @@ def compile_rounds(job: Job) -> tuple[Any, Any]:
     return prefill, job.compile("spec_round", after)
 
 
-def compile_all(jobs: Iterable[Job]) -> None:
-    """Compiles what ``generate`` runs for each job, side by side: a compiler works on one core."""
+def compile_all(jobs: Iterable[Job]) -> list[float]:
+    """Compiles what ``generate`` runs for each job, side by side: a compiler works on one core.
+
+    Returns the seconds that each took.
+    """
+
+    def compile(job: Job) -> float:
+        start = time.perf_counter()
+        job.compile("generate", jax.eval_shape(job.carry))
+        return time.perf_counter() - start
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda job: job.compile("generate", jax.eval_shape(job.carry)), jobs):
-            pass
+        return list(pool.map(compile, jobs))
 
 
 def bucket(count: int) -> int:

@@ -106,6 +106,7 @@ def one_text(reference: Reference, batch: int) -> None:
     assert texts[0] != texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("reference", ["base", "gva", "bf16"], indirect=True)  # greedy texts are by all checkpoints
 def test_one_seed_gives_one_text(reference: Reference) -> None:
     one_text(reference, 3)
 
